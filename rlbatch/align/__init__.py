@@ -1,1 +1,1 @@
-"""Where two models part that should compute the same: the first module that differs by more than rounding, and how."""
+"""Finds where two models part that should compute the same: the first module that differs by more than rounding, and how it differs."""

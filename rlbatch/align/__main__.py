@@ -1,4 +1,4 @@
-"""The command ``python -m rlbatch.align``; see ``--help``."""
+"""Runs the command ``python -m rlbatch.align``; see ``--help``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlbatch.registry import Registry, load_plugins
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command, with ``key=value`` or ``--help``, and returns its exit code."""
+    """Runs the command with arguments ``key=value`` or ``--help``, and returns its exit code."""
     if {"-h", "--help"} & set(arguments):
         print(help_text())
         return 0

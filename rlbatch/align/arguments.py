@@ -1,4 +1,4 @@
-"""Options of a comparison, from ``key=value`` arguments, and layouts by name."""
+"""Reads the options of a comparison from ``key=value`` arguments, and layouts from their names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rlbatch.config.structured import MISSING_VALUE, show_value
 from rlbatch.plan.layout import check_layout
 
 JOB_KEYS = ("launcher", "cluster", "cluster_dir", "run_dir", "follow")
-"""Keys of ``rlbatch.submit`` that make it a job, beside ``cluster.*`` and ``launch.*``."""
+"""Keys of ``rlbatch.submit`` that turn a comparison into a job, beside ``cluster.*`` and ``launch.*``."""
 
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 TRANSFORMER_ENGINE = "te"
-"""Among a layout's parts: whose layers."""
+"""Part of a layout's name that selects Transformer Engine's layers."""
 INTRODUCTION = """\
 Says where models part that should compute the same: the first module that differs by more than rounding, what kind of difference it is,
 and how that is known. The same tokens go through transformers in fp32, which is the baseline, and through each other side.
@@ -54,7 +54,7 @@ Keys (key=value):
 
 @dataclass(frozen=True)
 class Options:
-    """All keys of the command."""
+    """The options of the command ``python -m rlbatch.align``."""
 
     hf: FilePath = key(MISSING_VALUE, "Hugging Face folder of the model.")
     beside: FilePath = key("", "Another folder, to be compared with hf by weights and by what both compute in transformers.")
@@ -77,10 +77,10 @@ class Options:
 
 
 def parse(arguments: Sequence[str]) -> Options:
-    """Options from arguments.
+    """Reads the options from the command's arguments.
 
     Raises:
-        ConfigError: an argument that is no key=value, an unknown key, a wrong value, or a combination that makes no sense.
+        ConfigError: an argument is no key=value, a key is unknown, a value is wrong, or options contradict each other.
     """
     options, given = parse_keys(Options, arguments, JOB_KEYS)
     if options.hf == MISSING_VALUE:
@@ -102,30 +102,30 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def help_text() -> str:
-    """What ``--help`` prints."""
+    """Text that ``--help`` prints."""
     return INTRODUCTION + key_table(Options)
 
 
 def layouts_of(options: Options, family: ModelFamily) -> dict[str, LayoutConfig]:
-    """The trainer's layouts by name; raises as ``layout_of``."""
+    """The trainer's layouts by name; raises ConfigError as ``layout_of``."""
     return {} if options.beside else {name: layout_of(name, family) for name in options.layouts}
 
 
 def layout_parts(name: str) -> set[str]:
-    """``tp2+ep2``: each size."""
+    """The parts of a layout's name: ``tp2+ep2`` has ``tp2`` and ``ep2``."""
     return set(name.split("+"))
 
 
 def spec_of(name: str) -> Literal["local", "transformer_engine"]:
-    """``train.spec`` of a layout's name."""
+    """Value of ``train.spec`` that a layout's name stands for."""
     return "transformer_engine" if TRANSFORMER_ENGINE in layout_parts(name) else "local"
 
 
 def layout_of(name: str, family: ModelFamily) -> LayoutConfig:
-    """A layout from its name: ``tp2+ep2``.
+    """The layout that a name such as ``tp2+ep2`` stands for.
 
     Raises:
-        ConfigError: a part that is no size, or a layout that the model cannot have.
+        ConfigError: a part of the name is no size, or the model cannot have the layout.
     """
     sizes: dict[str, Any] = dict.fromkeys(SIZES, 1)
     for part in layout_parts(name) - {TRANSFORMER_ENGINE}:
@@ -148,11 +148,11 @@ def layout_of(name: str, family: ModelFamily) -> LayoutConfig:
 
 
 def token_lists(options: Options, family: ModelFamily) -> list[list[int]]:
-    """The sequences that are compared.
+    """The sequences of token ids that are compared.
 
     Raises:
-        ConfigError: one is longer than the model's context.
-        DataError: a line of ``tokens`` that is no list of the model's token ids.
+        ConfigError: there is no sequence, or one is longer than the model's context.
+        DataError: a line of ``tokens`` is no list of the model's token ids.
     """
     if options.tokens:
         found = _read_tokens(Path(options.tokens), family)

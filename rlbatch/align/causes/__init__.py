@@ -1,1 +1,1 @@
-"""Why the first place that differs does: what it would hold if its module were computed otherwise."""
+"""Explains the first difference: what its place would hold if its module were computed in other ways."""

@@ -1,4 +1,4 @@
-"""What attention's projections would hold if they were computed otherwise: norms and rotations of queries and keys, their order."""
+"""Ways in which attention's projections may be computed otherwise: norms and rotations of queries and keys, and their order."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ WAYS = {
 }
 MOST_POSITIONS = 4096
 MOST_FREE = 3
-"""Vectors of a position, to which an angle of its own could be fitted."""
+"""Largest number of head vectors at a position to which a free angle could be fitted, so that it would explain nothing."""
 
 
 def of_projections(case: Case) -> Iterator[Candidate]:
-    """Queries, keys or values, from what enters attention."""
+    """Candidates for queries, keys or values, computed from the input of attention."""
     name, positions = case.place[1], case.batch.positions.double()
     right = _unrotated(case, name)
     if right is None:
@@ -62,7 +62,7 @@ def of_projections(case: Case) -> Iterator[Candidate]:
 
 
 def _normalised_otherwise(case: Case, turning: Rotation) -> Iterator[Candidate]:
-    """Norms with another epsilon, and those of heads over all heads together."""
+    """Candidates with another epsilon in norms, or with norms over all heads together."""
     name, positions, got = case.place[1], case.batch.positions.double(), case.got.values[case.place].double()
 
     def turned(epsilon: float) -> Tensor:
@@ -131,7 +131,7 @@ def _rotated_otherwise(case: Case, heads: Tensor, turning: Rotation) -> Iterator
 
 
 def of_unrotated(case: Case) -> Iterator[Candidate]:
-    """What can happen to any tensor, to queries and keys before they are rotated; and rotations that are no frequency times a position."""
+    """Candidates for queries and keys before rotation, and for rotations whose angles are no frequency times a position."""
     name, place, positions = case.place[1], case.place, case.batch.positions
     right = _unrotated(case, name)
     turning = None if right is None else Rotation.of(case, right, case.value(name))
@@ -154,7 +154,7 @@ def of_unrotated(case: Case) -> Iterator[Candidate]:
 
 
 def _positions_in_words(found: Tensor, batch: Batch) -> str:
-    """Where the side has the tokens, [T]."""
+    """Text about the positions that the side gives to tokens, [T]."""
     right, wrong = batch.positions, found != batch.positions
     first, last = (int(right[wrong].min()) if bool(wrong.any()) else 0), int(found.max())
     if torch.equal(found, right.clamp(max=last)):
@@ -171,12 +171,12 @@ def _positions_in_words(found: Tensor, batch: Batch) -> str:
 
 
 class Rotation:
-    """Rotary embedding of the last dimensions of heads, as halves: how far each pair turns from one position to the next.
+    """A rotary embedding of the last dimensions of heads, paired as halves: the angle by which each pair turns between positions.
 
     Attributes:
-        steps: [pairs] radians.
-        size: By which pairs are multiplied.
-        base: theta, if the steps are its powers; else 0.
+        steps: [pairs] angles from one position to the next, radians.
+        size: Factor by which pairs are multiplied.
+        base: Base theta if the steps are its powers; else 0.
     """
 
     def __init__(self, steps: Tensor, size: float) -> None:
@@ -190,12 +190,12 @@ class Rotation:
 
     @classmethod
     def of(cls, case: Case, heads: Tensor, turned: Tensor) -> Rotation | None:
-        """What turned heads; None where there is no second token, or it is no rotation.
+        """The rotation that turned heads; None if no sequence has a second token, or shapes differ.
 
         Args:
-            case: Whose tokens.
-            heads: [T, heads, size] before.
-            turned: [T, heads, size] behind.
+            case: Case whose tokens the heads belong to.
+            heads: [T, heads, size] before the rotation.
+            turned: [T, heads, size] after the rotation.
         """
         second = case.batch.positions == 1
         width = int(case.family.transformer.get("qk_pos_emb_head_dim") or heads.shape[-1])
@@ -214,7 +214,7 @@ class Rotation:
         is_interleaved: bool = False,
         rounded: torch.dtype = torch.float64,
     ) -> Tensor:
-        """[T, heads, size] heads, rotated to positions [T]."""
+        """[T, heads, size]: the heads rotated to positions [T]."""
         width = 2 * len(self.steps)
         still, moved = heads[..., :-width], heads[..., -width:]
         if is_interleaved:
@@ -236,7 +236,7 @@ def _pairs(values: Tensor) -> Tensor:
 def _unrotated(
     case: Case, name: str, way: str = "", epsilon: float = 0.0, entered: Rounding = Tensor.double, latent: Rounding = Tensor.double
 ) -> Tensor | None:
-    """[T, heads, size] of the baseline's weights, before rotation; None: not a projection of a kind that is known here."""
+    """[T, heads, size] before rotation, from the baseline's weights; None if the projection is of an unknown kind."""
     if not case.has("input_norm"):
         return None
     entering = entered(case.value("input_norm"))
@@ -253,7 +253,7 @@ def _unrotated(
 
 
 def _latent(case: Case, name: str, entering: Tensor, way: str, epsilon: float, rounded: Rounding) -> Tensor | None:
-    """The same of multi-latent attention, whose rotated dimensions come last, as halves."""
+    """[T, heads, size] of multi-latent attention before rotation, with the rotated dimensions last, as halves."""
     model = case.family.transformer
     heads, width, plain = (int(model[key]) for key in ("num_attention_heads", "qk_pos_emb_head_dim", "qk_head_dim"))
     if name == "query":
@@ -282,7 +282,7 @@ def _latent(case: Case, name: str, entering: Tensor, way: str, epsilon: float, r
 
 
 def _normalised(case: Case, values: Tensor, weight: Tensor, way: str, epsilon: float = 0.0) -> Tensor:
-    """RMSNorm over the last dimension, in a way of ``WAYS``; epsilon 0 is the family's."""
+    """RMSNorm over the last dimension, computed in a way of ``WAYS``; epsilon 0 stands for the family's."""
     is_latent = case.family.transformer.get("multi_latent_attention")
     epsilon = epsilon or (LATENT_EPSILON if is_latent else float(case.family.transformer["layernorm_epsilon"]))
     values = values - values.mean(-1, keepdim=True) if way == "centred" else values
@@ -291,7 +291,7 @@ def _normalised(case: Case, values: Tensor, weight: Tensor, way: str, epsilon: f
 
 
 def of_output(case: Case) -> Iterator[Candidate]:
-    """The output projection of what core attention made."""
+    """Candidates for the output projection of core attention's result."""
     context = case.value("context")
     (weight,) = case.weights(PART + "linear_proj.weight")
     yield from of_product(context, weight)

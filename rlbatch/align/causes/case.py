@@ -1,4 +1,4 @@
-"""The first place that differs, with all that its explanation may rest on, and what a good explanation is."""
+"""The first place that differs, with the values that explain it, and the test of a good explanation."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from rlbatch.weights.codec import hf_names
 from rlbatch.weights.coverage import layers_of
 
 TIMES_BETTER = 200.0
-"""An explanation leaves less than the difference divided by this, or nothing but rounding and less than a tenth."""
+"""Factor by which an explanation must shrink the difference, unless it leaves only rounding and less than a tenth."""
 
 NOT_ROUNDING = 30.0
-"""Times the limit; what is fitted may be as inexact as that."""
+"""Largest remainder of an explanation, as a multiple of the limit; beyond it, something else differs too. Fits are inexact."""
 
 SLICES = 8
-"""Parts of inner dimensions that are looked at one by one, as ranks may share them."""
+"""Number of slices of inner dimensions that are examined one by one, as ranks may divide them."""
 
 NEXT_TO_NOTHING = 1e-3
-"""What counts fewer times is left out."""
+"""Smallest factor of a part; a part with a smaller one counts as left out."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a place would hold if the side computed otherwise in one way.
+    """The value that a place would have if the side computed it in one other way.
 
     Attributes:
         kind: The kind of difference.
-        words: What the side does.
-        value: As the place's; a part of the tokens where ``tokens`` says so.
-        tokens: [T] bool, those that ``value`` is right about; None: all.
+        words: What the side does in this case.
+        value: Value of the place, or of some of its tokens if ``tokens`` is set.
+        tokens: [T] bool, tokens that ``value`` is for; None: all.
     """
 
     kind: str
@@ -49,12 +49,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Explanation:
-    """A kind of difference.
+    """The explanation of a difference.
 
     Attributes:
-        kind: E.g. ``rotary position``.
+        kind: Kind of difference, e.g. ``rotary position``.
         words: What the side does.
-        how: How that is known.
+        how: Evidence for this.
     """
 
     kind: str
@@ -64,16 +64,16 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Case:
-    """The first place that differs; all places before it agree.
+    """The first place that differs, while all places before it agree.
 
     Attributes:
-        family: Of the baseline's model.
-        batch: What was computed.
-        place: Where.
-        want: The baseline's.
-        got: The side's.
-        limit: Most that rounding explains there.
-        tried: Of each candidate that ``best`` saw, which part of the difference it left, and its words.
+        family: Family of the baseline's model.
+        batch: Tokens that were computed.
+        place: Place that differs.
+        want: Values of the baseline.
+        got: Values of the side.
+        limit: Largest difference that rounding explains at the place.
+        tried: For each candidate that ``best`` has tested, the share of the difference that it left, and its words.
     """
 
     family: ModelFamily
@@ -86,31 +86,32 @@ class Case:
 
     @cached_property
     def before(self) -> Tensor:
-        """[T] differences of the side from the baseline, before anything is explained."""
+        """[T] differences of the side from the baseline at the place, unexplained."""
         return errors(self.place[1], self.got.values[self.place], self.want.values[self.place])
 
     def value(self, name: str, layer: int | None = None) -> Tensor:
-        """[T, ...] float64 of the baseline at a place of this layer, or another one."""
+        """[T, ...] float64 value of the baseline at a place of this layer, or of another one."""
         return self.want.values[self.place[0] if layer is None else layer, name].double()
 
     def has(self, name: str) -> bool:
-        """Whether this layer has such a place in the baseline."""
+        """Whether the baseline has such a place in this layer."""
         return (self.place[0], name) in self.want.values
 
     def entering(self) -> Tensor:
-        """[T, hidden] float64, what enters this layer (or what is behind the last)."""
+        """[T, hidden] float64 input of this layer in the baseline; behind the last layer, its output."""
         return self.value("output", self.place[0] - 1) if self.place[0] else self.value("embedding", -1)
 
     def unseen(self) -> list[str]:
-        """This place, and before it those right before that the side does not show: norms that are fused into what is behind them."""
+        """This place, after the places right before it that the side does not show, as norms that are fused into the next module."""
         before = [place for place in in_order(list(self.want.values)) if place[0] == self.place[0]]
         before = before[: before.index(self.place)]
         fused = list(takewhile(lambda place: place not in self.got.values, reversed(before)))
         return [name for _, name in (*reversed(fused), self.place)]
 
     def names(self, megatron: str, expert: int | None = None, layer: int | None = None) -> tuple[str, ...]:
-        """Checkpoint names of a parameter of this layer, or another one (``mlp.router.weight``), or of one outside the layers; none: there
-        is no such.
+        """Checkpoint names of a parameter (``mlp.router.weight``) of this layer, of another one, or outside the layers.
+
+        Empty if the model has no such parameter.
         """
         own = self.place[0] if layer is None else layer
         for mapping in self.family.mappings:
@@ -120,19 +121,20 @@ class Case:
         return ()
 
     def takes_experts(self) -> bool:
-        """Whether half of this host's free memory takes the weights of all of this layer's experts in float64, and twice what slices of
-        each make of the tokens.
+        """Whether half of this host's free memory has room to recompute all of this layer's experts.
+
+        That takes their weights in float64, and twice the outputs of all slices of each expert.
         """
         hidden = self.value("mlp_norm")
         weights = sum(one.numel() for name in ("gate_up", "down") for one in self.weights(f"mlp.experts.{name}", 0))
         return 8 * self.family.num_experts * (weights + 2 * SLICES * hidden.numel()) <= host_memory()[1] / 2
 
     def weights(self, megatron: str, expert: int | None = None) -> list[Tensor]:
-        """The parameter of ``names``: float64 tensors of the baseline."""
+        """Tensors of the parameter of ``names`` in the baseline, as float64."""
         return [self.want.weights[name].double() for name in self.names(megatron, expert)]
 
     def best(self, candidates: Iterable[Candidate]) -> Explanation | None:
-        """The candidate that leaves least of the difference, if that is little."""
+        """The explanation by the candidate that leaves least of the difference; None if that is still too much."""
         best, left, before = None, float("inf"), self.before
         all_got = self.got.values[self.place].double()
         for candidate in candidates:
@@ -152,7 +154,7 @@ class Case:
 
 
 def fitted(value: Callable[[float], Tensor], target: Tensor, around: float = 1.0) -> float:
-    """The number, within a factor of 8 of ``around``, for which ``value`` comes closest to ``target``."""
+    """The number within a factor of 8 of ``around`` for which ``value`` comes closest to ``target``."""
 
     def distance(number: float) -> float:
         return float((value(number) - target).norm())
@@ -167,16 +169,16 @@ def fitted(value: Callable[[float], Tensor], target: Tensor, around: float = 1.0
 
 
 def fit(kind: str, words: str, value: Callable[[float], Tensor], target: Tensor, around: float = 1.0) -> Candidate:
-    """The candidate with the number that ``fitted`` finds, which the words have for each ``{0}``."""
+    """The candidate with the number found by ``fitted``, which replaces each ``{0}`` in the words."""
     best = fitted(value, target, around)
     return Candidate(kind, words.format(number(best)), value(best))
 
 
 def multiple(of: Tensor, target: Tensor) -> float:
-    """The number of times that one comes closest to the other."""
+    """The factor with which ``of`` comes closest to ``target``."""
     return float((of * target).sum() / of.square().sum().clamp(min=1e-300))
 
 
 def number(value: float) -> str:
-    """The number as text, with four digits."""
+    """Text of the number, with four digits."""
     return f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""What core attention would hold if it were computed otherwise: scale, mask, sinks, and how it is rounded."""
+"""Ways in which core attention may be computed otherwise: its scale, mask, sinks and rounding."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rlbatch.align.causes.case import Candidate, Case, Explanation, fit, fitted,
 from rlbatch.align.causes.tensors import MANTISSA, NOISY, ROUNDINGS
 
 MOST_KEPT = 4
-"""First tokens that a sliding window may keep."""
+"""Largest number of first tokens that a sliding window is tried to keep."""
 NOT_SEEN = 1e-4
-"""Share of a key that may be rounding."""
+"""Largest share of a key in the softmax that counts as rounding, so that the key is not seen."""
 
 
 def of_core(case: Case) -> Iterator[Candidate]:
-    """Softmax over keys, times values: another scale, or other keys than those of the token's sequence up to it."""
+    """Candidates with another softmax over keys: another scale, or other keys than those of the sequence up to the token."""
     target, owners, positions = case.got.values[case.place].double(), case.batch.owners, case.batch.positions
     right, scale = _right(case)
     same, past = owners[:, None] == owners, torch.arange(len(owners))[:, None] >= torch.arange(len(owners))
@@ -53,7 +53,7 @@ def of_core(case: Case) -> Iterator[Candidate]:
 
 
 def of_first_tokens(case: Case) -> Explanation | None:
-    """A sequence's first token sees only itself: whatever keys and scale are, core attention gives its own value."""
+    """An explanation from first tokens, which see only themselves, so that their output is their own value; None if they agree."""
     first = case.batch.positions == 0
     if case.place[1] != "context" or not float(case.before[first].max()) > max(case.limit, NOISY):
         return None
@@ -73,7 +73,7 @@ def of_first_tokens(case: Case) -> Explanation | None:
 
 
 def of_shares(case: Case) -> Iterator[Candidate]:
-    """Other shares of the right values. Where a token sees fewer keys than a head has dimensions, what comes out tells the shares."""
+    """Candidates with other weights of the right values, which are solved for where a token sees fewer keys than a head has dimensions."""
     (right, scale), positions = _right(case), case.batch.positions
     query, key, value = _heads(case)
     got = case.got.values[case.place].double().unflatten(-1, (-1, value.shape[-1])).transpose(0, 1)
@@ -99,7 +99,7 @@ def of_shares(case: Case) -> Iterator[Candidate]:
 
 
 def _right(case: Case) -> tuple[Tensor, float]:
-    """[T, T] bool, which keys tokens see, and by what products are multiplied."""
+    """[T, T] bool mask of the keys that tokens see in the baseline, and the scale of its products."""
     owners, order = case.batch.owners, torch.arange(len(case.batch.owners))
     mask = (owners[:, None] == owners) & (order[:, None] >= order)
     usual = 1 / math.sqrt(case.value("query").shape[-1])
@@ -107,21 +107,21 @@ def _right(case: Case) -> tuple[Tensor, float]:
 
 
 def _heads(case: Case, keys: Sequence[int] = (), values: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor]:
-    """[heads, T, size] queries, keys and values; of which key-value heads, if not those of their groups."""
+    """[heads, T, size] queries, keys and values, each query head with the given key-value heads or those of its group."""
     query, key, value = (case.value(name).transpose(0, 1) for name in ("query", "key", "value"))
     groups = [head * len(key) // len(query) for head in range(len(query))]
     return query, key[list(keys or groups)], value[list(values or groups)]
 
 
 def _value_heads(case: Case) -> list[int]:
-    """Which key-value head each head takes its values of, by what first tokens have."""
+    """Index of the key-value head whose values each query head takes, judged by first tokens."""
     first, value = case.batch.positions == 0, case.value("value").transpose(0, 1)
     got = case.got.values[case.place].double().unflatten(-1, (-1, value.shape[-1])).transpose(0, 1)
     return torch.cdist(got[:, first].flatten(1), value[:, first].flatten(1)).argmin(1).tolist()
 
 
 def _own_shares(case: Case) -> tuple[Tensor, float]:
-    """[sequences, heads] how much first tokens have of their own value, and the part of what they have that is something else."""
+    """[sequences, heads] factors of first tokens' own values in their outputs, and the relative size of everything else."""
     first = case.batch.positions == 0
     got, value = case.got.values[case.place][first].double(), case.value("value")[first]
     split = got.reshape(len(got), -1, value.shape[-1])
@@ -131,7 +131,7 @@ def _own_shares(case: Case) -> tuple[Tensor, float]:
 
 
 def _sinks(case: Case, scale: float) -> Tensor | None:
-    """[heads] logits of sinks, from what they take at first tokens; None: they take nothing, or give something."""
+    """[heads] logits of sinks, from the weight that they take at first tokens; None if the outputs do not fit sinks."""
     (times, left), first = _own_shares(case), case.batch.positions == 0
     if left > 1e-3 or not bool(((times > 0) & (times < 1)).all()):
         return None
@@ -141,7 +141,7 @@ def _sinks(case: Case, scale: float) -> Tensor | None:
 
 
 def _narrowed(case: Case, right: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Masks that leave out far keys, or let a sequence's beginning see itself, in words and [T, T] bool."""
+    """Yields masks that hide far keys, or let the beginning of a sequence see itself: words, and [T, T] bool."""
     positions, owners = case.batch.positions, case.batch.owners
     window, wrong = _agreeing(case), positions[case.before > case.limit]
     if 1 <= window <= int(positions.max()):
@@ -160,7 +160,7 @@ def _narrowed(case: Case, right: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _agreeing(case: Case) -> int:
-    """Positions, from a sequence's start, at which all tokens agree."""
+    """Number of positions, from a sequence's start, at which all tokens agree."""
     wrong = case.batch.positions[case.before > case.limit]
     return int(wrong.min()) if len(wrong) else 0
 
@@ -178,7 +178,7 @@ def _attended(
     sinks: Tensor | None = None,
     rounded: torch.dtype = torch.float64,
 ) -> Tensor:
-    """[T, heads x size] of the baseline's queries, and keys and values of ``_heads``, as their cache keeps them."""
+    """[T, heads x size] core attention of the baseline's queries, with keys and values of ``_heads`` rounded by ``kept``."""
     query, key, value = _heads(case, keys, values)
     key, value = (key, value) if kept is None else (kept(key), kept(value))
     scores = query @ key.transpose(1, 2) * scale + added

@@ -1,4 +1,4 @@
-"""What kind of difference the first one is: by weights of the same name, by the place computed otherwise, by its pattern."""
+"""Explains the first difference: by weights of the same name, by the place computed in other ways, or by its pattern."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rlbatch.align.causes.case import Candidate, Case, Explanation
 
 
 def explain(case: Case, precision: str) -> Explanation:
-    """The kind of the first difference.
+    """Explains the first difference.
 
     Args:
-        case: Where it is.
-        precision: Of the side.
+        case: Place of the difference.
+        precision: Precision of the side.
     """
     got = case.got.values[case.place]
     if got.shape != case.want.values[case.place].shape:
@@ -47,7 +47,7 @@ def explain(case: Case, precision: str) -> Explanation:
 
 
 def explain_output(case: Case) -> Explanation | None:
-    """Whether the output layer alone makes the difference of log-probs, of a side that shows nothing else."""
+    """The explanation for a side that shows only log-probs, if the output layer alone makes their difference; else None."""
     if case.place[1] != "logprobs":
         return None
     return _tried(case, vocabulary.of_output if case.got.values[case.place].isfinite().all() else vocabulary.of_filter)
@@ -58,18 +58,18 @@ def _tried(case: Case, causes: Callable[[Case], Iterator[Candidate]]) -> Explana
 
 
 def _while_there(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
-    """Up to the first that needs a place or a parameter that this model does not have."""
+    """Yields candidates up to the first that needs a place or parameter which this model does not have."""
     with suppress(KeyError, IndexError, ValueError):
         yield from candidates
 
 
 def no_causes(case: Case) -> Iterator[Candidate]:
-    """No candidates: of a place that has no test of its own."""
+    """No candidates, for places without a test of their own."""
     yield from ()
 
 
 def _excluded(case: Case) -> str:
-    """What a difference that nothing explains is not."""
+    """Text about what an unexplained difference is not."""
     weights = "the weights that it shows are the folder's" if case.got.weights else "the side does not show its weights"
     left, words = min(case.tried, default=(1.0, ""))
     nearest = f"the nearest ({words}) leaves {left:.0%} of the difference" if left < 0.5 else "none leaves less than half of the difference"
@@ -77,7 +77,7 @@ def _excluded(case: Case) -> str:
 
 
 def _pattern(case: Case) -> str:
-    """What can be said of a difference that nothing explains."""
+    """Text about the tokens in which an unexplained difference occurs."""
     wrong, positions = case.before > case.limit, case.batch.positions
     said = [f"largest {float(case.before.max()):.1e}, in {int(wrong.sum())} of {len(wrong)} tokens"]
     sequences = case.batch.owners[wrong].unique().tolist()
@@ -112,4 +112,4 @@ LATER: Mapping[str, Callable[[Case], Iterator[Candidate]]] = {
     "mlp": parts.of_other_weights,
     "context": core.of_shares,
 }
-"""What fits more than one fault does, and comes behind the others."""
+"""Tests whose candidates fit more than one fault, so that they come after all others."""

@@ -1,4 +1,4 @@
-"""What MLPs would hold if they were computed otherwise: a gated MLP, dense or an expert, and the sum of experts."""
+"""Ways in which MLPs may be computed otherwise: gated MLPs, dense or of an expert, and the sum of experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlbatch.align.causes.tensors import ROUNDINGS
 
 
 class Matrices(NamedTuple):
-    """The weights of one gated MLP: gate and up [inner, hidden], down [hidden, inner]."""
+    """Weights of a gated MLP: gate and up [inner, hidden], down [hidden, inner]."""
 
     gate: Tensor
     up: Tensor
@@ -23,7 +23,7 @@ class Matrices(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """Another function of gate and up, each [T, inner], with the kind of difference that it is, and what the side does in words."""
+    """A different function of gate and up, each [T, inner], with the kind of difference and the words for it."""
 
     kind: str
     words: str
@@ -70,22 +70,22 @@ FITTED: tuple[tuple[str, Callable[[Tensor, Tensor], Tensor | float], Callable[[T
     ),
     ("the activation is x sigmoid({} x)", lambda gate, up: 8.0, lambda gate, up, times: gate * (times * gate).sigmoid() * up),
 )
-"""Words, what is clamped, and the function, of a number that is fitted. To clamp silu(gate) from above is to clamp gate."""
+"""Functions with a fitted number: words, the tensor whose largest value is a start for the fit, and the function."""
 
 
 def plain(entering: Tensor, matrices: Matrices) -> Tensor:
-    """[T, hidden] as it should be."""
+    """[T, hidden] correct output of a gated MLP."""
     return (F.silu(entering @ matrices.gate.T) * (entering @ matrices.up.T)) @ matrices.down.T
 
 
 def fitted_inner(entering: Tensor, experts: Sequence[Matrices], weights: Sequence[float], target: Tensor) -> list[Inner]:
-    """Functions of gate and up with the number for which the experts come closest to what the side has.
+    """Functions of ``FITTED``, each with the number with which the experts come closest to the side's output.
 
     Args:
-        entering: [hidden] of one token.
-        experts: That it goes to; of a dense MLP the one.
-        weights: Of these.
-        target: [hidden] that the side makes of it.
+        entering: [hidden] input of one token.
+        experts: Experts that the token goes to; for a dense MLP the only one.
+        weights: Weights of these experts.
+        target: [hidden] output of the side for the token.
     """
     gates, ups = (torch.stack([entering @ getattr(each, name).T for each in experts]) for name in ("gate", "up"))
     downs = torch.stack([weight * each.down for weight, each in zip(weights, experts, strict=True)])
@@ -99,7 +99,7 @@ def fitted_inner(entering: Tensor, experts: Sequence[Matrices], weights: Sequenc
 
 
 def otherwise(entering: Tensor, matrices: Matrices, inner: Sequence[Inner]) -> Iterator[Candidate]:
-    """[T, hidden] of a gated MLP; the functions of gate and up are tried beside ``INNER``."""
+    """Candidates [T, hidden] for a gated MLP, with the functions of ``INNER`` and those given as ``inner``."""
     gate, up, down = matrices.gate, matrices.up, matrices.down
     for name, rounded in ROUNDINGS.items():
         yield Candidate("precision", f"what enters is rounded to {name}", plain(rounded(entering), matrices))
@@ -123,12 +123,12 @@ NOT_NORMALISED = "it sees the residual, not what the norm made of it"
 
 
 def of_shared(case: Case) -> Iterator[Candidate]:
-    """The experts that every token goes to."""
+    """Candidates for the shared experts, to which every token goes."""
     yield from _dense(case, "mlp.shared_experts.")
 
 
 def _dense(case: Case, prefix: str) -> Iterator[Candidate]:
-    """One MLP for every token."""
+    """Candidates for an MLP that every token goes through."""
     (gate, up), (down,) = case.weights(prefix + "linear_fc1.weight"), case.weights(prefix + "linear_fc2.weight")
     matrices, entering, worst = Matrices(gate, up, down), case.value("mlp_norm"), int(case.before.argmax())
     inner = fitted_inner(entering[worst], [matrices], [1.0], case.got.values[case.place][worst].double())
@@ -137,7 +137,7 @@ def _dense(case: Case, prefix: str) -> Iterator[Candidate]:
 
 
 def of_mlp(case: Case) -> Iterator[Candidate]:
-    """A dense MLP, or all that a layer with experts adds."""
+    """Candidates for a dense MLP, or for the whole output of a layer's experts."""
     if not case.has("router_weights"):
         yield from _dense(case, "mlp.")
         return
@@ -164,7 +164,7 @@ def of_mlp(case: Case) -> Iterator[Candidate]:
 
 
 def _experts_otherwise(case: Case, experts: Sequence[Matrices], shared: Tensor) -> Iterator[Candidate]:
-    """All experts, or a single one, computed otherwise."""
+    """Candidates with all experts, or a single one, computed otherwise."""
     entering, weights, worst = case.value("mlp_norm"), case.value("router_weights"), int(case.before.argmax())
     chosen = weights[worst].nonzero().flatten().tolist()
     target = case.got.values[case.place][worst].double() - shared[worst]

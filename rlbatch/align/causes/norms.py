@@ -1,4 +1,4 @@
-"""What a norm would hold if it were computed otherwise."""
+"""Ways in which a norm may be computed otherwise."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ WEIGHT = {"input_norm": "input_layernorm.weight", "mlp_norm": "pre_mlp_layernorm
 
 
 def rms_norm(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Over the last dimension."""
+    """RMSNorm over the last dimension."""
     return values * (values.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
 
 
 def of_norm(case: Case) -> Iterator[Candidate]:
-    """A layer's norms and the final one."""
+    """Candidates for the norms of a layer, and for the final one."""
     name, epsilon = case.place[1], float(case.family.transformer["layernorm_epsilon"])
     entering = case.entering()
     entering = entering + case.value("attention") if name == "mlp_norm" else entering
@@ -51,7 +51,7 @@ def of_norm(case: Case) -> Iterator[Candidate]:
 
 
 def _of_other_layers(case: Case, entering: Tensor, weight: Tensor, epsilon: float) -> Iterator[Candidate]:
-    """Layers in another order, or left out."""
+    """Candidates with the norm of another layer, or with layers left out."""
     layer, name = case.place
     for other in range(case.family.num_layers):
         for its in case.names(WEIGHT[name], layer=other) if other != layer and name != "final_norm" else ():

@@ -1,4 +1,4 @@
-"""Places that are sums of parts: heads, experts, slices of inner dimensions, a residual. Which parts are left out, or exchanged."""
+"""Explains places that are sums of parts (heads, experts, slices of inner dimensions, a residual) by parts left out or exchanged."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from rlbatch.align.causes.case import SLICES, Candidate, Case, number
 
 MOST_VALUES = 2**27
-"""Of all parts together, 1 GiB; more are not tried."""
+"""Largest number of float64 values of all parts together, 1 GiB; larger sums are not examined."""
 FEW = 2
-"""Other factors than 1; more are no explanation."""
+"""Largest number of different factors of wrong parts that still explains something."""
 
 
 def of_parts(case: Case) -> Iterator[Candidate]:
-    """What a place would hold if some of its parts were left out or counted otherwise."""
+    """Candidates with some parts of the place left out, or counted with another factor."""
     name = case.place[1]
     if name in ("query", "key", "value", "context"):
         yield from _heads(case)
@@ -37,7 +37,7 @@ def of_parts(case: Case) -> Iterator[Candidate]:
 
 
 def of_single_parts(case: Case) -> Iterator[Candidate]:
-    """The same if parts were exchanged, or left out at single tokens."""
+    """Candidates with parts exchanged, or left out at single tokens."""
     if case.place[1] == "attention":
         heads, columns = _projected(case)
         yield from _exchanged(case, "heads", len(heads), lambda: torch.einsum("atd,bhd->abth", heads, columns), torch.zeros(()))
@@ -49,7 +49,7 @@ def of_single_parts(case: Case) -> Iterator[Candidate]:
 
 
 def _projected(case: Case) -> tuple[Tensor, Tensor]:
-    """[heads, T, head size], and the columns [heads, hidden, head size] of the output projection that each is multiplied by."""
+    """[heads, T, head size] outputs of heads, and [heads, hidden, head size] columns of the output projection for each."""
     heads = case.value("context").unflatten(-1, (case.value("query").shape[1], -1)).movedim(1, 0)
     (weight,) = case.weights("self_attention.linear_proj.weight")
     return heads, weight.unflatten(1, (len(heads), -1)).movedim(1, 0)
@@ -64,7 +64,7 @@ def _heads(case: Case) -> Iterator[Candidate]:
 
 
 def _experts(case: Case) -> Iterator[Candidate]:
-    """Of a layer that has some: each, and slices of all."""
+    """Candidates for a layer with experts, whose parts are each expert, the shared experts, and slices of all experts together."""
     weights, shared, slices = case.value("router_weights"), _shared(case), _expert_slices(case)
     weighted = [[part * weights[:, expert, None] for part in parts] for expert, parts in enumerate(slices)]
     whole = [sum(parts[1:], parts[0]) for parts in weighted]
@@ -78,7 +78,7 @@ def _shared(case: Case) -> Tensor:
 
 
 def _expert_slices(case: Case) -> list[list[Tensor]]:
-    """Of each expert, not weighted."""
+    """The slices ([T, hidden] each) of every expert's output, not weighted by the router."""
     names = ("mlp.experts.gate_up", "mlp.experts.down")
     experts = range(case.family.num_experts)
     matrices = [[matrix for name in names for matrix in case.weights(name, expert)] for expert in experts]
@@ -86,7 +86,7 @@ def _expert_slices(case: Case) -> list[list[Tensor]]:
 
 
 def _slices(entering: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> list[Tensor]:
-    """[T, hidden] that each slice of the inner dimensions adds."""
+    """[T, hidden] contribution of each slice of the inner dimensions."""
     inner, size = F.silu(entering @ gate.T) * (entering @ up.T), -(-down.shape[1] // SLICES)
     return [part @ columns.T for part, columns in zip(inner.split(size, -1), down.split(size, -1), strict=True)]
 
@@ -96,7 +96,7 @@ def _names(what: str, count: int) -> list[str]:
 
 
 def _counted(case: Case, what: str | Sequence[str], parts: Sequence[Tensor], right: Sequence[int] = ()) -> Iterator[Candidate]:
-    """The parts, each as often as fits best; right are the numbers of times that each should count, 1 where nothing is said."""
+    """A candidate with fitted factors of the parts. ``right`` has the correct factors of the first parts; those of the rest are 1."""
     names, due = _names(what, len(parts)) if isinstance(what, str) else what, torch.ones(len(parts), dtype=torch.float64)
     due[: len(right)] = torch.tensor(right, dtype=torch.float64)
     if sum(part.numel() for part in parts) > MOST_VALUES:
@@ -125,7 +125,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def of_other_weights(case: Case) -> Iterator[Candidate]:
-    """Chosen experts, each weighed as fits best."""
+    """Candidates with fitted weights of the chosen experts."""
     if case.has("router_weights") and case.takes_experts():
         outputs, shared = torch.stack([sum(parts[1:], parts[0]) for parts in _expert_slices(case)]), _shared(case)
         weighted = outputs * case.value("router_weights").T[:, :, None]
@@ -135,7 +135,7 @@ def of_other_weights(case: Case) -> Iterator[Candidate]:
 
 
 def _times(case: Case, weighted: Tensor, shared: Tensor) -> Tensor:
-    """[T, experts] how often chosen experts count, which have [experts, T, hidden] weighted outputs; 1 of others."""
+    """[T, experts] fitted factors of the chosen experts' weighted outputs [experts, T, hidden]; 1 for experts not chosen."""
     chosen = case.value("router_weights") != 0
     top = int(chosen.sum(1).max())
     of_token = chosen.double().topk(top, -1).indices  # [T, top]
@@ -148,14 +148,14 @@ def _times(case: Case, weighted: Tensor, shared: Tensor) -> Tensor:
 
 
 def _dropped(case: Case, weighted: Tensor, shared: Tensor) -> Iterator[Candidate]:
-    """Experts left out at single tokens, which have [experts, T, hidden] weighted outputs of them."""
+    """Candidates with experts left out at single tokens; ``weighted`` has the experts' weighted outputs [experts, T, hidden]."""
     chosen = case.value("router_weights") != 0
     kept = chosen & (_times(case, weighted, shared) > 0.5)
     yield Candidate("missing", f"experts are left out: {without(case, chosen & ~kept)}", shared + (weighted * kept.T[..., None]).sum(0))
 
 
 def without(case: Case, dropped: Tensor) -> str:
-    """Which experts of tokens are left out, [T, experts] bool, in words."""
+    """Text about the pairs of token and expert that are left out, [T, experts] bool."""
     weights = case.value("router_weights")
     chosen = weights != 0
     turn = torch.where(chosen, chosen.cumsum(0), 0)  # of the expert's tokens, from 1
@@ -174,8 +174,10 @@ def without(case: Case, dropped: Tensor) -> str:
 
 
 def _exchanged(case: Case, what: str, count: int, added: Callable[[], Tensor], rest: Tensor) -> Iterator[Candidate]:
-    """Parts in the place of others; ``added`` makes [count, count, T, hidden], what each adds in the place of each. The case's place is the
-    sum of those on the diagonal, and the rest.
+    """Candidates with parts in the places of other parts.
+
+    ``added`` makes [count, count, T, hidden], the contribution of each part in the place of each. The correct value is the sum over the
+    diagonal, and ``rest``.
     """
     got = case.got.values[case.place].double() - rest
     if count**2 * got.numel() > MOST_VALUES or count**2 * 2 > got.numel():

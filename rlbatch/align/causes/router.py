@@ -1,4 +1,4 @@
-"""What routers would hold if they were computed otherwise: logits, the choice of experts, and their weights; and what rounding chose."""
+"""Ways in which routers may be computed otherwise: their logits, choice of experts and weights. Also excludes choices made by rounding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlbatch.api import ModelFamily
 
 
 def of_router(case: Case) -> Iterator[Candidate]:
-    """The router's logits."""
+    """Candidates for the router's logits."""
     (weight,) = case.weights("mlp.router.weight")
     if case.has("input_norm"):
         yield Candidate(
@@ -37,7 +37,7 @@ def of_router(case: Case) -> Iterator[Candidate]:
 
 
 def of_choice(case: Case) -> Iterator[Candidate]:
-    """Chosen experts and their weights, from the logits: every way to choose and to weigh that differs in one thing or two."""
+    """Candidates for the chosen experts and their weights, for every change of one or two of the rules by which the model chooses."""
     logits, want, got = case.value("router_logits"), case.value("router_weights"), case.got.values[case.place].double()
     biases = case.weights("mlp.router.expert_bias")
     bias, right, chosen = biases[0] if biases else None, Choice.of(case), got != 0
@@ -78,7 +78,7 @@ def of_choice(case: Case) -> Iterator[Candidate]:
 
 
 def of_given_experts(case: Case) -> Iterator[Candidate]:
-    """Experts chosen otherwise, whose weights are right: replayed routes of others, or another order of scores."""
+    """Candidates with experts chosen otherwise but weighed correctly: replayed routes of others, or another order of scores."""
     logits, chosen, right = case.value("router_logits"), case.got.values[case.place] != 0, Choice.of(case)
     biases = case.weights("mlp.router.expert_bias")
     if bool((chosen.sum(1) == right.top).all()):
@@ -91,7 +91,7 @@ def of_given_experts(case: Case) -> Iterator[Candidate]:
 
 
 def _whose(case: Case, chosen: Tensor, scores: Tensor) -> str:
-    """Of which the chosen experts are, [T, experts] bool."""
+    """Text about the origin of the chosen experts, [T, experts] bool."""
     if bool((chosen == chosen[0]).all()):
         return f"{', '.join(map(str, chosen[0].nonzero().flatten().tolist()))} for every token (routes that nobody filled in?)"
     for layer in range(case.family.num_layers):
@@ -127,7 +127,7 @@ BY_TWO, BY_ONE, BY_PLAIN = "their two best experts", "their best expert", "their
 
 @dataclass(frozen=True)
 class Choice:
-    """How a router chooses experts and weighs them."""
+    """The rules by which a router chooses experts and weighs them."""
 
     score: str
     biased: bool
@@ -142,7 +142,7 @@ class Choice:
 
     @classmethod
     def of(cls, case: Case) -> Choice:
-        """What the family says."""
+        """The rules of the case's model family."""
         model = case.family.transformer
         return cls(
             str(model.get("moe_router_score_function", "softmax")),
@@ -155,7 +155,7 @@ class Choice:
         )
 
     def others(self, most_chosen: int, *, has_bias: bool) -> Iterator[dict[str, Any]]:
-        """What may be otherwise: one thing, then two. Groups and how many are taken count as one."""
+        """Yields changes of the rules: one at a time, then two. The number of groups and how many are taken count as one."""
         ways: list[dict[str, Any]] = [
             {"score": "softmax" if self.score == "sigmoid" else "sigmoid"},
             {"normalised": not self.normalised},
@@ -176,16 +176,16 @@ class Choice:
                 yield {**first, **second}
 
     def said(self, changes: Iterable[str]) -> str:
-        """What of it is otherwise, in words."""
+        """Text about the changed rules."""
         words = WORDS if self.groups else {**WORDS, "groups": "the choice is not limited to groups"}
         return "; ".join(words[name] for name in changes).format(**vars(self))
 
     def scores(self, logits: Tensor) -> Tensor:
-        """[T, experts] scores of logits [T, experts]."""
+        """[T, experts] scores from logits [T, experts]."""
         return logits.sigmoid() if self.score == "sigmoid" else logits.softmax(-1)
 
     def weights(self, logits: Tensor, bias: Tensor | None, given: Tensor | None = None, rounded: torch.dtype = torch.float64) -> Tensor:
-        """[T, experts] from logits [T, experts], 0 where not chosen; given: [T, experts] bool, the choice."""
+        """[T, experts] weights from logits [T, experts], 0 for experts not chosen; ``given``, [T, experts] bool, fixes the choice."""
         scores = self.scores(logits.to(rounded)).double()
         by = scores + bias if self.biased and bias is not None else scores
         if self.groups and logits.shape[-1] % self.groups == 0 and logits.shape[-1] > self.groups:
@@ -199,26 +199,27 @@ class Choice:
         return torch.zeros_like(scores).scatter(-1, chosen, values * self.scale)
 
     def _grouped(self, scores: Tensor) -> Tensor:
-        """[T, groups, experts of each] scores, from [T, experts]."""
+        """[T, groups, experts of a group] scores from [T, experts]."""
         in_turn = scores.unflatten(-1, (-1, self.groups)).transpose(-1, -2)
         grouped: Tensor = in_turn if self.in_turn else scores.unflatten(-1, (self.groups, -1))
         return grouped
 
 
 MOST_TIED = 0.1
-"""Part of the tokens that may be left out because two experts were equally good up to rounding; more are no accident."""
+"""Largest share of tokens that may be left out because two experts tied up to rounding; more would be no accident."""
 
 
 def without_ties(family: ModelFamily, batch: Batch, rows: Sequence[Row], want: Trace, got: Trace) -> tuple[list[Row], int]:
-    """The rows with differences of 0 at tokens that rounding sent to other experts, and behind them in their sequence; and how many these
-    are.
+    """Clears differences that follow from experts which tied up to rounding, and counts their tokens.
+
+    Differences become 0 at tokens that rounding sent to other experts, and at later tokens of their sequences.
 
     Args:
-        family: Of the model.
-        batch: What was computed.
-        rows: In the order of computation.
-        want: The baseline's values.
-        got: The side's.
+        family: Family of the model.
+        batch: Tokens that were computed.
+        rows: Rows in the order of computation.
+        want: Values of the baseline.
+        got: Values of the side.
     """
     left_out, logits_limit = torch.zeros(len(batch.tokens), dtype=torch.bool), 0.0
     kept = []
@@ -235,7 +236,7 @@ def without_ties(family: ModelFamily, batch: Batch, rows: Sequence[Row], want: T
 
 
 def _tied(case: Case, limit: float) -> Tensor:
-    """[T] where experts differ whose scores rounding cannot tell apart."""
+    """[T] bool, tokens whose experts differ although rounding cannot tell their scores apart."""
     ours, theirs = case.got.values[case.place] != 0, case.want.values[case.place] != 0
     if ours.shape != theirs.shape or not case.has("router_logits"):
         return torch.zeros(len(theirs), dtype=torch.bool)
@@ -249,6 +250,6 @@ def _tied(case: Case, limit: float) -> Tensor:
 
 
 def _and_behind(batch: Batch, tokens: Tensor) -> Tensor:
-    """[T] with all that come later in the sequences of these."""
+    """[T] bool: the given tokens, and all later ones of their sequences."""
     earlier = (batch.owners[:, None] == batch.owners) & (batch.positions[:, None] >= batch.positions)
     return (earlier & tokens).any(1)

@@ -1,4 +1,4 @@
-"""What can happen to any tensor, whatever module it comes from; how a product's factors may be rounded; what is noise."""
+"""Ways in which a tensor of any module may be wrong, roundings of a product's factors, and signs of noise."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rlbatch.align.causes.case import NEXT_TO_NOTHING, Candidate, Case, Explanat
 from rlbatch.align.causes.norms import rms_norm
 
 PRODUCTS = ("query", "key", "value", "attention", "router_logits", "shared_experts", "mlp")
-"""Places that a matrix multiplied last."""
+"""Places whose last operation is a matrix product."""
 LEAST_VALUES = 4
-"""Of a token, or tokens, from which a number of its own is no accident."""
+"""Smallest number of values of a token, or of tokens, in which a common number is no accident."""
 MANTISSA = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 FIXED_AT_FIRST = ("context", "logprobs", "entropy")
-"""Places that are what they are at a sequence's first token, whatever the precision."""
+"""Places whose value at a sequence's first token does not depend on precision."""
 SMALL = 2e-2
-"""Relative difference, without a pattern, that lower precision can make in one module."""
+"""Largest relative difference, without a pattern, that lower precision makes in one module."""
 NOISY = 0.1
-"""Relative difference that noise can make."""
+"""Largest relative difference that noise makes."""
 LARGEST_FP8 = 448.0
 GROUP = 128
 
@@ -59,7 +59,7 @@ ROUNDINGS: Mapping[str, Rounding] = {
 
 
 def of_product(entering: Tensor, weight: Tensor) -> Iterator[Candidate]:
-    """[T, outer] of values [T, inner] and a weight [outer, inner]."""
+    """Candidates [T, outer] for a product of values [T, inner] and a weight [outer, inner] with rounded factors."""
     for name, rounded in ROUNDINGS.items():
         values, matrix = rounded(entering), rounded(weight)
         yield Candidate("precision", f"what enters is rounded to {name}", values @ weight.T)
@@ -68,7 +68,7 @@ def of_product(entering: Tensor, weight: Tensor) -> Iterator[Candidate]:
 
 
 def of_equal_inputs(case: Case) -> Explanation | None:
-    """Tokens that have the same in the baseline and not in the side: it is not the token alone that decides."""
+    """An explanation by noise, if tokens with equal values in the baseline have different ones in the side."""
     want, got = (values.double().reshape(len(values), -1) for values in (case.want.values[case.place], case.got.values[case.place]))
     if case.place[1] in FIXED_AT_FIRST:
         return None
@@ -82,7 +82,7 @@ def of_equal_inputs(case: Case) -> Explanation | None:
 
 
 def few_bits(case: Case) -> Explanation | None:
-    """A small difference, and values that fit a format of fewer bits."""
+    """An explanation by precision, if the difference is small and all values fit a format of fewer bits."""
     got, largest = case.got.values[case.place], float(case.before.max())
     for name, dtype in MANTISSA.items():
         if torch.equal(got, got.to(dtype).to(got.dtype)) and not torch.equal(got, got.round()) and largest < SMALL:
@@ -91,7 +91,7 @@ def few_bits(case: Case) -> Explanation | None:
 
 
 def lower_precision(case: Case) -> Explanation | None:
-    """A small difference everywhere, without a pattern; in a router, whose ways to round are tried, it is noise."""
+    """An explanation by precision, or for a router (its roundings were tried) by noise, if the difference is small and has no pattern."""
     largest = float(case.before.max())
     is_router = case.place[1] == "router_logits"
     if not largest < (NOISY if is_router else SMALL) or case.place[1] == "router_weights":
@@ -108,7 +108,7 @@ def lower_precision(case: Case) -> Explanation | None:
 
 
 def of_any(case: Case) -> Iterator[Candidate]:
-    """One number, vector or order for all tokens."""
+    """Candidates with one number, vector or order for all tokens."""
     want, got = case.value(case.place[1]), case.got.values[case.place].double()
     yield Candidate("missing", "it is zero", torch.zeros_like(want))
     factor = multiple(want, got)
@@ -138,12 +138,12 @@ def of_any(case: Case) -> Iterator[Candidate]:
 
 
 def _order(got: Tensor, want: Tensor) -> Tensor:
-    """Which of the baseline's heads each one is nearest to."""
+    """Index of the baseline's head that is nearest to each of the side's heads."""
     return torch.cdist(got.transpose(0, 1).flatten(1), want.transpose(0, 1).flatten(1)).argmin(1)
 
 
 def of_single_values(case: Case) -> Iterator[Candidate]:
-    """Numbers for each token, dimension or value, and sums of few products: what fits more than is simple comes last."""
+    """Candidates with numbers for each token, dimension or value, or of low rank; these fit more than simple faults, so they come last."""
     shape = case.value(case.place[1]).shape
     want, got = (values.double().reshape(len(values), -1) for values in (case.want.values[case.place], case.got.values[case.place]))
     kept = got.abs() > 1e-6 * want.abs()

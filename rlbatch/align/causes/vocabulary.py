@@ -1,4 +1,4 @@
-"""What embeddings would hold, and log-probs and entropies be, if tokens were looked up otherwise, or logits were changed."""
+"""Ways in which embeddings, log-probs and entropies may differ: other rows of the vocabulary, or changed logits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rlbatch.align.causes.parts import MOST_VALUES
 from rlbatch.align.causes.tensors import ROUNDINGS
 
 ITERATIONS = 12
-"""Of Newton's method, from a bias of zero."""
+"""Number of Newton's iterations, starting from a bias of zero."""
 EXACT = 1e-3
-"""Nats; a filter may leave any number of tokens, of which one always comes near."""
+"""Largest difference of log-probs under a filter, nats. Some number of kept tokens always comes near, so it is small."""
 NO_PROBABILITY = -1e3
-"""Nats."""
+"""Log-prob below which a token counts as having no probability, nats."""
 
 
 class Scores:
-    """Log-probs and entropies of the tokens, at the place of the case.
+    """Computes log-probs or entropies of the tokens, whichever the case's place holds.
 
     Attributes:
         logits: [T, vocabulary] float64 of the baseline.
@@ -33,7 +33,7 @@ class Scores:
         self.tokens, self.first = case.batch.tokens, case.batch.positions == 0
 
     def of(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:
-        """[T] of other logits, or of other tokens."""
+        """[T] log-probs or entropies from other logits, or of other tokens."""
         logprobs = logits.log_softmax(-1).roll(1, 0)
         if self._is_entropy:
             return (-(logprobs.exp() * logprobs).sum(-1)).masked_fill(self.first, 0.0)
@@ -41,7 +41,7 @@ class Scores:
 
 
 def of_output(case: Case) -> Iterator[Candidate]:
-    """Log-probs of the final norm's values."""
+    """Candidates for log-probs, computed from the final norm's output."""
     (weight,) = case.weights("output_layer.weight") or case.weights("embedding.word_embeddings.weight")
     scores, got = Scores(case, case.value("final_norm") @ weight.T), case.got.values[case.place].double()
     logits = scores.logits
@@ -74,7 +74,7 @@ def of_output(case: Case) -> Iterator[Candidate]:
 
 
 def _of_shards(scores: Scores, got: Tensor) -> Iterator[Candidate]:
-    """The softmax over what one rank has of the vocabulary; tokens of others have their logits, or next to no probability."""
+    """Candidates with the softmax over one rank's part of the vocabulary; other parts' tokens keep their logits, or have no probability."""
     own, has_some = scores.logits.roll(1, 0).gather(-1, scores.tokens[:, None])[:, 0], got > NO_PROBABILITY
     for count in (2, 4, 8):
         for rank, shard in enumerate(scores.logits.roll(1, 0).chunk(count, -1)):
@@ -84,7 +84,7 @@ def _of_shards(scores: Scores, got: Tensor) -> Iterator[Candidate]:
 
 
 def _penalised(case: Case, scores: Scores, got: Tensor) -> Iterator[Candidate]:
-    """Logits of the tokens that a sequence has already."""
+    """Candidates with penalties on logits of tokens that a sequence has already."""
     ids = F.one_hot(scores.tokens, scores.logits.shape[-1]).split([len(sequence) for sequence in case.batch.sequences])
     counts = torch.cat([part.cumsum(0) for part in ids]).double()
     seen, logits = counts > 0, scores.logits
@@ -102,7 +102,7 @@ def _penalised(case: Case, scores: Scores, got: Tensor) -> Iterator[Candidate]:
 
 
 def _biased(case: Case, scores: Scores, got: Tensor) -> Iterator[Candidate]:
-    """Numbers added to logits: of one token, or, where log-probs and entropies are more than the vocabulary, of all."""
+    """Candidates with a bias on logits: of one token, or of all if log-probs and entropies outnumber the vocabulary."""
     logprobs, target, behind = scores.logits.log_softmax(-1).roll(1, 0), scores.tokens, ~scores.first
     taken = torch.expm1(scores.of(scores.logits) - got)[behind]  # what the one token adds to the sum, at other targets
     others = target[behind, None] != torch.arange(logprobs.shape[1])
@@ -123,7 +123,7 @@ def _biased(case: Case, scores: Scores, got: Tensor) -> Iterator[Candidate]:
 
 
 def _fitted_bias(logprobs: Tensor, target: Tensor, got: Tensor, entropy: Tensor) -> Tensor:
-    """[vocabulary] for which log-probs and entropies come closest to the side's, by Gauss and Newton."""
+    """[vocabulary] bias with which log-probs and entropies come closest to the side's, by the Gauss-Newton method."""
     bias, count = torch.zeros(logprobs.shape[1], dtype=torch.float64), logprobs.shape[1]
     own = F.one_hot(target, count).double()
     for _ in range(ITERATIONS):
@@ -137,8 +137,9 @@ def _fitted_bias(logprobs: Tensor, target: Tensor, got: Tensor, entropy: Tensor)
 
 
 def of_filter(case: Case) -> Iterator[Candidate]:
-    """Log-probs some of which are minus infinity: those of tokens that a filter left out. It left the most likely ones, as many as have the
-    probability that the side's log-probs of the others say.
+    """Candidates for log-probs of which some are minus infinity, as a filter left their tokens out.
+
+    The filter is taken to have kept the most likely tokens, as many as have the probability that follows from the side's other log-probs.
     """
     (weight,) = case.weights("output_layer.weight") or case.weights("embedding.word_embeddings.weight")
     left = case.got.values[case.place].isfinite() & (case.batch.positions > 0)
@@ -160,7 +161,7 @@ def of_filter(case: Case) -> Iterator[Candidate]:
 
 
 def of_table(case: Case) -> Iterator[Candidate]:
-    """Rows of other tokens, or of none; positions added."""
+    """Candidates with rows of other tokens, or zeros, or with vectors of positions added."""
     want, got, tokens = case.value("embedding"), case.got.values[case.place].double(), case.batch.tokens
     positions = case.batch.positions
     counts = torch.bincount(positions)
@@ -177,7 +178,7 @@ def of_table(case: Case) -> Iterator[Candidate]:
 
 
 def _words(tokens: Tensor, ids: Tensor, count: int) -> str:
-    """What became of the tokens' ids; ``count`` is a row of zeros."""
+    """Text about the rows that tokens have; ``count`` is the id of a row of zeros."""
     shift = (ids - tokens) % count
     if bool((ids < count).all()) and bool((shift == shift[0]).all()):
         return f"each token has the row of id {'+' if shift[0] < count / 2 else '-'} {int(min(shift[0], count - shift[0]))}"

@@ -1,4 +1,4 @@
-"""What is different between two sides' weights of the same name."""
+"""Explains differences between weights of the same name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rlbatch.align.causes.case import Case, Explanation, number
 from rlbatch.weights.coverage import trained_names
 
 WEIGHT_ROUNDING = {"fp32": 1e-6, "bf16": 6e-3}
-"""Relative difference of weights that were rounded once more."""
+"""Largest relative difference of weights that one more rounding makes, by precision."""
 LEFT = 0.05
-"""Part of the difference that an explanation may leave."""
+"""Largest share of the difference that an explanation may leave."""
 STALE = 0.5
-"""Relative difference below which a tensor is an older or later state of the same one."""
+"""Relative difference below which a tensor counts as an older or later state of the same one."""
 QUERY = "linear_qkv.weight linear_qkv.bias q_layernorm.weight linear_q_proj.weight linear_q_down_proj.weight linear_q_up_proj.weight"
 KEY = "linear_qkv.weight linear_qkv.bias k_layernorm.weight linear_kv_down_proj.weight kv_layernorm.weight linear_kv_up_proj.weight"
 OF_PLACE = {
@@ -34,12 +34,12 @@ OF_PLACE = {
     "final_norm": ["decoder.final_layernorm.weight"],
     "logprobs": ["output_layer.weight", "embedding.word_embeddings.weight"],
 }
-"""Place -> parameters that it depends on, by their canonical names."""
+"""Place -> canonical names of the parameters that it depends on."""
 OF_PLACE |= {"value": OF_PLACE["key"], "entropy": OF_PLACE["logprobs"], "context": [], "output": []}
 
 
 def differing(want: Mapping[str, Tensor], got: Mapping[str, Tensor], precision: str) -> dict[str, float]:
-    """Name -> relative difference of every tensor that is not the same; infinite: not there, or of another shape."""
+    """Name -> relative difference of every tensor that differs; infinite if it is missing or has another shape."""
     apart = {name: _apart(tensor, got.get(name)) for name, tensor in want.items()}
     return {name: distance for name, distance in apart.items() if distance > WEIGHT_ROUNDING[precision]}
 
@@ -52,7 +52,7 @@ def _apart(want: Tensor, got: Tensor | None) -> float:
 
 
 def explain(case: Case, precision: str, wrong: Mapping[str, float] | None = None) -> Explanation | None:
-    """What is wrong with weights of the place, if any is; of several the first. ``wrong`` is what ``differing`` said, if that is known."""
+    """The explanation by the first wrong weight that the place depends on; None if none is. ``wrong`` is the result of ``differing``."""
     if not case.got.weights:
         return None
     wrong = differing(case.want.weights, case.got.weights, precision) if wrong is None else wrong
@@ -75,7 +75,7 @@ def explain(case: Case, precision: str, wrong: Mapping[str, float] | None = None
 
 
 def explain_silent(cases: Iterable[Case], precision: str) -> tuple[Case, Explanation] | None:
-    """The first place whose weights are wrong though nothing shows it: rows or experts that no token of the batch needs."""
+    """The first place whose weights are wrong without an effect on this batch, such as rows or experts that no token needs."""
     wrong: Mapping[str, float] | None = None
     for case in cases:
         if not case.got.weights:
@@ -97,7 +97,7 @@ def _others(name: str, wrong: Sequence[str], count: int) -> str:
 
 
 def _kind(name: str, want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, str]:
-    """Kind of the difference, and what the side holds."""
+    """Kind of a tensor's difference, and a text about what the side holds."""
     ours, theirs = got.get(name), want[name].double()
     if ours is None:
         return "missing", f"{name} is not there"
@@ -120,7 +120,7 @@ def _kind(name: str, want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> t
 
 
 def _listed(what: str, chosen: Tensor) -> str:
-    """E.g. ``rows 3 to 7``."""
+    """Text that lists the chosen indices, e.g. ``rows 3 to 7``."""
     where = chosen.nonzero().flatten().tolist()
     if len(where) == 1:
         return f"{what} {where[0]}"
@@ -129,7 +129,7 @@ def _listed(what: str, chosen: Tensor) -> str:
 
 
 def _rows_elsewhere(name: str, rows: Tensor, want: Mapping[str, Tensor], left: float) -> str:
-    """Which rows of tensors of the same module, or of its neighbours, these are; empty: of none."""
+    """Text that names the rows of a tensor in the same module or its neighbours that these rows equal; empty if they equal none."""
     module = ".".join(name.split(".")[:-2])
     for other in want:
         if not other.startswith(module):
@@ -145,7 +145,7 @@ def _rows_elsewhere(name: str, rows: Tensor, want: Mapping[str, Tensor], left: f
 
 
 def _of_another_layer(name: str, case: Case, precision: str) -> tuple[str, str] | None:
-    """Whether the layer holds all that another one should."""
+    """The difference by which this layer holds all weights of another one; None if it does not."""
     own, count = case.place[0], case.family.num_layers
 
     def held(weights: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
@@ -205,7 +205,7 @@ def _kind_of(name: str, ours: Tensor, theirs: Tensor, others: Iterable[tuple[str
 
 
 def _mantissa(ours: Tensor, theirs: Tensor) -> int:
-    """To how many bits all but small numbers are rounded, which moves them equally far, relatively; 0: they are not."""
+    """Number of mantissa bits to which all but small numbers are rounded, recognised by equal relative errors; 0 if they are not."""
     seen = theirs.abs() > theirs.abs().max() / 64
     apart, sizes = ((ours - theirs).abs() / theirs.abs())[seen], theirs.abs()[seen]
     is_large = sizes > sizes.median()
@@ -217,7 +217,7 @@ def _mantissa(ours: Tensor, theirs: Tensor) -> int:
 
 
 def _order(ours: Tensor, theirs: Tensor, left: float) -> list[int]:
-    """Which row of ``theirs`` each row of ``ours`` is; empty: they are no permutation that leaves so little."""
+    """Index of the row of ``theirs`` that each row of ``ours`` is; empty if no permutation leaves a difference of at most ``left``."""
     if not 2 <= len(ours) <= 4096:
         return []
     rows, others = ours.reshape(len(ours), -1), theirs.reshape(len(theirs), -1)

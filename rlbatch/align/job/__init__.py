@@ -1,1 +1,1 @@
-"""A comparison as a job: how it is submitted, and what its ranks do."""
+"""Runs a comparison as a job: its submission, and the work of its ranks."""

@@ -1,4 +1,4 @@
-"""One rank of a comparison that runs as a job: ``python -m rlbatch.align.job.rank --run-dir DIR``. The launchers start it."""
+"""Runs one rank of a comparison that is a job: ``python -m rlbatch.align.job.rank --run-dir DIR``. The launchers start it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlbatch.run import Joined
 
 SCRATCH = "values"
-"""Folder in the run folder: what sides computed, until they were compared."""
+"""Name of the folder in the run folder that keeps the sides' values until they are compared."""
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def run_process(run_dir: Path) -> None:
-    """As ``rlbatch.run.run_process``."""
+    """Runs this rank's part of the comparison in a run folder, as ``rlbatch.run.run_process`` does for training."""
     run.run_process(run_dir, _align)
 
 

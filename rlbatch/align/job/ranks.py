@@ -1,4 +1,4 @@
-"""The ranks of a job as sides of a comparison: rank 0 says which layout the first of them are next, in JSON."""
+"""The ranks of a job as sides of a comparison: rank 0 tells the first ranks, in JSON, which layout they form next."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rlbatch.launch.membership.watchdog import Watchdog, may_follow
 from rlbatch.rank_pools import RankFailure
 
 NO_LIMIT_S = 1e7
-"""Of waits for other ranks: their own hang limits end them, and the job."""
+"""Time limit of waits for other ranks, seconds; practically none, as the ranks' own hang limits end them and the job."""
 
 
 class JobRanks:
-    """All ranks of a job; they have no default process group but while a task runs.
+    """All ranks of a job, which have no default process group except while a task runs.
 
     Args:
-        store: The job's.
-        watchdog: This rank's.
-        timeout_s: Of collectives.
+        store: Store of the job.
+        watchdog: Watchdog of this rank.
+        timeout_s: Timeout of collectives, seconds.
     """
 
     def __init__(self, store: JobStore, watchdog: Watchdog, timeout_s: float) -> None:
@@ -31,13 +31,13 @@ class JobRanks:
         self._tasks = 0
 
     def run(self, task: Task) -> list[Written]:
-        """Rank 0: has the first ranks compute a task, itself among them.
+        """Lets the first ranks compute a task, with rank 0, which calls this.
 
         Returns:
-            What each of them wrote.
+            What each of these ranks wrote.
 
         Raises:
-            RankFailure: one of them raised.
+            RankFailure: a rank raised an exception.
         """
         number = self._say(asdict(task))
         answers = [self._outcome(number, task)]
@@ -50,7 +50,7 @@ class JobRanks:
         return [Written.of(answer) for answer in answers]
 
     def serve(self) -> None:
-        """The other ranks: compute what they are told to, until rank 0 closes."""
+        """Computes tasks on the other ranks, until rank 0 calls ``close``."""
         for number in count():
             with self._watchdog.waiting():
                 said = json.loads(self._get(str(number)))
@@ -62,7 +62,7 @@ class JobRanks:
                 self._store.set(f"align/{number}/{self._store.info.rank}", json.dumps(answer).encode())
 
     def close(self) -> None:
-        """Rank 0: lets the others go."""
+        """Ends ``serve`` on the other ranks; rank 0 calls this."""
         self._say({})
 
     def _say(self, what: dict[str, Any]) -> int:
@@ -74,7 +74,7 @@ class JobRanks:
         return self._store.get(f"align/{key}", NO_LIMIT_S)
 
     def _outcome(self, number: int, task: Task) -> dict[str, Any]:
-        """What this rank wrote, or how it failed: whatever it is, the other sides go on."""
+        """What this rank wrote, or how it failed. No exception passes, so that other sides still run."""
         from torch.distributed import PrefixStore
 
         own = JobStore(PrefixStore(f"align{number}", self._store.store), replace(self._store.info, world_size=task.layout.world_size))

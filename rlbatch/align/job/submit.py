@@ -1,4 +1,4 @@
-"""A comparison as a job: what is asked for on the command line, and its run folder."""
+"""Submits a comparison as a job: reads the command line, and prepares the run folder."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rlbatch.run_dir import taken_run_dir
 from rlbatch.start import Program, start
 
 OPTIONS, VERDICT, TEXT, PAGE = "align.json", "verdict.json", "align.txt", "align.html"
-"""Names in the run folder: what was asked; whether all agree; sentences and tables; the page."""
+"""Files in the run folder: the options; whether all sides agree; the text output; the HTML page."""
 _OF_JOB = re.compile(rf"\+{{0,2}}({'|'.join(JOB_KEYS)})=|\+{{0,2}}(cluster|launch)\.")
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The command's own arguments, and those of ``rlbatch.submit`` that say where and how a job runs."""
+    """Splits arguments into the command's own and those of ``rlbatch.submit``, which say where and how a job runs."""
     of_job = [argument for argument in arguments if _OF_JOB.match(argument)]
     return [argument for argument in arguments if argument not in of_job], of_job
 
@@ -38,10 +38,10 @@ def submit(options: Options, family: ModelFamily, layouts: dict[str, LayoutConfi
     """Starts the job, with as many ranks as the largest layout has, or hands it to Slurm.
 
     Returns:
-        The exit code; 1 also where the job has ended as it should and a side differs.
+        Exit code; also 1 where the job ended as it should and a side differs.
 
     Raises:
-        RlbatchError: what was refused.
+        RlbatchError: the job is refused.
     """
     engine = {name: with_paths_there(own) for name, own in options.engine.items()}
     options = replace(with_absolute_paths(options), engine=engine)
@@ -66,13 +66,13 @@ def submit(options: Options, family: ModelFamily, layouts: dict[str, LayoutConfi
 
 
 def asked(run_dir: Path) -> Options:
-    """What the job of this folder compares; raises as ``from_mapping``."""
+    """The options of the comparison in a run folder; raises as ``from_mapping``."""
     return from_mapping(Options, read_own(run_dir / OPTIONS))
 
 
 @contextmanager
 def _prepared(options: Options, tell: Callable[[Path], None], config: Config, registry: Registry) -> Iterator[tuple[Config, Path]]:
-    """As ``rlbatch.prepare.prepared_run``, without what is about training."""
+    """Context with a prepared run folder, as ``rlbatch.prepare.prepared_run`` without the parts about training."""
     with taken_run_dir(config) as run_dir:
         config = replace(config, run_dir=str(run_dir))
         for check in PLACE_CHECKS:

@@ -1,1 +1,1 @@
-"""Runs the sides, and says what came of each: a sentence, a table, a page."""
+"""Runs the sides of a comparison, and reports each with a sentence, a table and a page."""

@@ -1,4 +1,4 @@
-"""The answer for one side: a sentence, and a table of layers."""
+"""The answer about one side: a sentence, and a table of layers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PARTS = {
     "mlp": ("shared_experts", "mlp"),
     "output": ("output",),
 }
-"""Columns of the table, and the places that they are of."""
+"""Column of the table -> places that it covers."""
 
 BLIND = 0.5
-"""Relative difference that rounding may make, above which nothing can be told from it: it chose other experts."""
+"""Limit of rounding, as a relative difference, above which a place proves nothing, as rounding chose other experts."""
 
 
 def _cell(rows: Sequence[Row]) -> str:
@@ -32,15 +32,15 @@ def _cell(rows: Sequence[Row]) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one side.
+    """The result of the comparison of one side.
 
     Attributes:
-        title: The side's.
-        rows: Every place that both show, in the order of computation.
-        first: The first that differs by more than rounding.
-        explanation: Of that.
-        ties: Tokens whose experts rounding chose, which were left out from there on.
-        batch: What was computed.
+        title: Title of the side.
+        rows: Every place that side and baseline show, in the order of computation.
+        first: First place that differs by more than rounding; None if none does.
+        explanation: Explanation of ``first``.
+        ties: Number of tokens whose experts rounding chose, which were left out from there on.
+        batch: Tokens that were computed.
     """
 
     title: str
@@ -52,11 +52,11 @@ class Answer:
 
     @property
     def agrees(self) -> bool:
-        """Whether no place differs."""
+        """Whether no place differs by more than rounding."""
         return self.first is None
 
     def sentence(self, num_layers: int) -> str:
-        """Which module is the first that differs, what kind of difference it is, and how that is known."""
+        """Sentence that names the first module that differs, the kind of difference, and the evidence."""
         tied = f" ({self.ties} tokens left out from where rounding chose their experts)" if self.ties else ""
         seen = takewhile(lambda row: self.first is None or row.place != self.first.place, self.rows)
         blind = next((row for row in seen if row.limit > BLIND and row.place[1] not in ABSOLUTE), None)
@@ -73,7 +73,7 @@ class Answer:
         )
 
     def table(self, num_layers: int) -> list[str]:
-        """A line for each layer with the largest difference of its parts, and one for each place outside; ``*``: more than rounding."""
+        """Lines with the largest differences: one for each layer, by part, and one for each other place; ``*`` marks more than rounding."""
         lines = [f"{'layer':<10}" + "".join(f"{part:>12}" for part in PARTS)]
         for layer in dict.fromkeys(row.place[0] for row in self.rows):
             own = [row for row in self.rows if row.place[0] == layer]
@@ -106,7 +106,7 @@ def _explained(case: Case, first: Row, side: Named) -> Explanation:
 
 
 def _not_located(first: Row) -> Explanation:
-    """Of a side that does not show what is inside of it."""
+    """The explanation for a side that does not show values inside of the model."""
     count, total = int((first.errors > first.limit).sum()), len(first.errors)
     words = "the side shows neither what enters this place nor what was before it: the difference begins here or anywhere before"
     return Explanation(

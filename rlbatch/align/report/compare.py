@@ -1,4 +1,4 @@
-"""Runs the sides of a comparison: the baseline, what rounding makes of it, and each other side beside it; and says what came of each."""
+"""Runs the sides of a comparison (the baseline, the measurement of rounding, and each other side), and reports each."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from rlbatch.pipeline.bare_trainer import relative_error
 from rlbatch.registry import Registry
 
 GRADIENT_LIMIT = {"fp32": 1e-5, "bf16": 5e-2}
-"""Relative L2 difference of gradients that another order of addition makes (docs/measurements/gradients.md)."""
+"""Largest relative L2 difference of gradients that another order of addition makes (docs/measurements/gradients.md)."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """What there is to say of a side beside its answer: that it did not run, or of its gradients.
+    """A report about a side beside its answer: that it did not run, or about its gradients.
 
     Attributes:
         agrees: Whether nothing is wrong.
-        sentence: What there is to say.
+        sentence: Text of the report.
     """
 
     agrees: bool
@@ -40,7 +40,7 @@ class Line:
 def _compared(
     options: Options, family: ModelFamily, run: Callable[[Task], list[Written]], registry: Registry, scratch: Path | None
 ) -> Iterator[Answer | Line]:
-    """One side after the other: its answer or why it has none, and a line on its gradients."""
+    """Yields for one side after the other its answer, or the reason why it has none, and a line about its gradients."""
     tokens = token_lists(options, family)
     folder, batch = Path(options.hf), batch_of(tokens)
     sides: list[Side]
@@ -76,7 +76,7 @@ def _compared(
 def _engine(
     options: Options, name: str, family: ModelFamily, registry: Registry, tokens: Sequence[Sequence[int]], parent: Path | None
 ) -> Answer | Line:
-    """An engine beside transformers, on what it samples."""
+    """The answer for an engine, compared with transformers on the sequences that it samples."""
     folder = Path(options.hf)
     with tempfile.TemporaryDirectory(dir=parent) as scratch:
         side = EngineSide(name, folder, family, registry, options.engine.get(name, {}), options.precision, options.seed, Path(scratch))
@@ -89,7 +89,7 @@ def _engine(
 
 
 def rounding(folder: Path, batch: Batch, baseline: Trace, precision: str, scratch: Path | None = None) -> dict[Place, float]:
-    """What rounding explains at each place, in a precision."""
+    """The largest difference that rounding explains at each place, measured for a precision."""
     other = TransformersSide(folder, "fp64" if precision == "fp32" else precision, scratch=scratch).compute(batch)
     return measured_rounding(other, baseline, precision) if precision == "fp32" else measured_rounding(baseline, other, precision)
 
@@ -104,7 +104,7 @@ def _gradients(side: Side, got: Mapping[str, Tensor], title: str, first: Mapping
 
 
 def _reason(error: Exception) -> str:
-    """In one line: our own errors say first what is wrong, and then show a log; of a rank's traceback the last line does."""
+    """One line of an error: of our own the first, which says what is wrong; of others the last, where a rank's traceback says it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     return lines[0] if isinstance(error, RlbatchError) else f"{type(error).__name__}: {lines[-1]}"
 
@@ -117,15 +117,15 @@ def report(
     say: Callable[[str], None],
     scratch: Path | None = None,
 ) -> bool:
-    """Runs the sides, says what comes of each, and writes the page if ``out`` names one.
+    """Runs the sides, reports each, and writes the page if ``out`` names one.
 
     Args:
-        options: Of the command, checked.
-        family: Of the model.
-        run: See ``TrainerSide``.
-        registry: Of plugins.
-        say: Called with each answer.
-        scratch: Where sides keep what they compute, which all ranks see; None: among the temporary files.
+        options: Options of the command, checked.
+        family: Family of the model.
+        run: Computes a task on ranks; see ``TrainerSide``.
+        registry: Plugins of the job.
+        say: Called with the text of each answer.
+        scratch: Folder that all ranks see, for values of sides; None: a temporary folder.
 
     Returns:
         Whether all sides ran and agree.

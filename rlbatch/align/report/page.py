@@ -1,4 +1,4 @@
-"""One self-contained HTML page: a curve over layers for each side, and tokens coloured by their log-prob difference."""
+"""Writes one self-contained HTML page: a curve over layers for each side, and tokens coloured by their log-prob difference."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STYLE = (
 
 
 def write_page(path: Path, title: str, answers: Sequence[Answer], num_layers: int) -> None:
-    """Writes the page.
+    """Writes the page of a comparison.
 
     Args:
-        path: Of the file.
-        title: Its heading.
-        answers: One for each side beside the baseline.
-        num_layers: Of the model.
+        path: Path of the file.
+        title: Heading of the page.
+        answers: Answer for each side other than the baseline.
+        num_layers: Number of layers of the model.
     """
     parts = [f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style><h1>{escape(title)}</h1>"]
     parts += [f"<p>{escape(answer.sentence(num_layers))}</p>" for answer in answers]
@@ -76,7 +76,7 @@ def _tokens(answer: Answer) -> str:
 
 
 def _depth(value: float, limit: float) -> float:
-    """0 at rounding, 1 at one nat."""
+    """Depth of a token's colour: 0 at the limit of rounding, 1 at one nat."""
     if value <= limit:
         return 0.0
     return min(1.0, 0.15 + 0.85 * math.log(value / limit) / max(math.log(1 / limit), 1e-9)) if math.isfinite(value) else 1.0

@@ -1,4 +1,4 @@
-"""An engine as a side: sequences that it sampled itself, its log-probs of them, and its experts if it tells them."""
+"""An engine as a side: sequences that it samples, its log-probs of them, and its experts if it returns them."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from rlbatch.weights.export import buckets
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 ROUTES = "algorithm.routing_replay=rollout:"
-"""How an engine begins that cannot say which experts its tokens went to."""
+"""Beginning of the error message of an engine that cannot return the experts of its tokens."""
 BUCKET_MIB = 512
-"""Of weights that are sent at once."""
+"""Size of a bucket of weights that is sent at once, MiB."""
 
 
 @dataclass
 class EngineSide:
-    """A rollout backend's engine with the folder's weights, which it is sent as in a run, and which are compared with what it holds.
+    """A rollout backend's engine with the folder's weights, which are sent as in a run and then compared with those that it holds.
 
     Attributes:
-        name: ``rollout=<name>``.
-        folder: Of the model.
-        family: Of the model.
-        registry: With the backend.
-        engine: ``rollout.engine``.
+        name: Name of the rollout backend, as in ``rollout=<name>``.
+        folder: Folder of the model.
+        family: Family of the model.
+        registry: Registry with the backend.
+        engine: Options of the engine, as in ``rollout.engine``.
         precision: ``fp32`` or ``bf16``.
-        seed: Of its samples.
-        scratch: For its files.
+        seed: Seed of its samples.
+        scratch: Folder for its files.
     """
 
     name: str
@@ -52,10 +52,10 @@ class EngineSide:
         self.title = f"{self.name} {self.precision}"
 
     def sample(self, tokens: Sequence[Sequence[int]]) -> Batch:
-        """Sequences as long as these, each from its first token on. Experts are asked for, and done without where this engine refuses.
+        """Samples sequences with the lengths and first tokens of these, and asks for experts unless the engine refuses.
 
         Raises:
-            RolloutError: the engine does not start, or does not hold what it was sent.
+            RolloutError: the engine does not start, or does not hold the weights that it was sent.
         """
         if self.family.num_experts and self.registry.rollouts[self.name].value.returns_routes:
             try:
@@ -93,7 +93,7 @@ class EngineSide:
         return Batch(sequences)
 
     def shown(self, want: Trace) -> Trace:
-        """What it computed of the sequences. Of experts it tells which, not their weights: where they are the baseline's, those are too."""
+        """The values that the engine returned. It names experts without weights; where they are the baseline's, so are the weights."""
         values: dict[Place, Tensor] = {(self.family.num_layers, "logprobs"): torch.cat(self._logprobs)}
         for layer, name in want.values:
             if name == "router_weights" and all(routes is not None for routes in self._routes):
@@ -113,7 +113,7 @@ class EngineSide:
         return found
 
     def _place(self, layer: int, layers: int) -> int:
-        """Of a layer among those that the engine tells: all, or those with experts."""
+        """Index of a layer among those whose experts the engine returns: all layers, or those with experts."""
         if layers == self.family.num_layers:
             return layer
         return layer - (self.family.num_layers - layers)

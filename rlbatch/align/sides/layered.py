@@ -1,4 +1,4 @@
-"""A causal language model of transformers whose decoder layers are in memory one at a time."""
+"""A causal language model of transformers that has its decoder layers in memory one at a time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from rlbatch.checkpoint.hf import HfTensors
 
 ATTENTION = "rlbatch_align"
-"""As transformers is told the attention that is watched."""
+"""Name under which the watched attention is registered in transformers."""
 
 
 class LayeredModel:
-    """The model without weights; parts of it get theirs from the folder when they are asked for.
+    """A model that is built without weights; its parts get theirs from the folder on demand.
 
     Attributes:
-        model: Of transformers; on ``meta`` but for the parts that are loaded.
-        names: Checkpoint name -> the folder's tensor that is it, of all weights of the model.
+        model: The transformers model; on ``meta`` except for the parts that are loaded.
+        names: Checkpoint name of every weight of the model -> name of the folder's tensor that has it.
 
     Args:
-        folder: With weights.
-        dtype: In which it computes.
+        folder: Folder with weights.
+        dtype: Type in which the model computes.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
@@ -45,13 +45,13 @@ class LayeredModel:
             self.names.setdefault(name, same)
 
     def load_layers(self) -> None:
-        """Loads all of them, to stay."""
+        """Loads all layers, which then stay loaded."""
         for number in range(len(self.model.base_model.layers)):
             self._load(number)
 
     @contextmanager
     def layer(self, number: int) -> Iterator[Any]:
-        """A layer with its weights; those that were loaded for this are gone behind the block."""
+        """Context with a layer that has its weights, which are dropped afterwards if they were loaded for it."""
         layer = self.model.base_model.layers[number]
         was_empty = any(parameter.is_meta for parameter in layer.parameters())
         if was_empty:
@@ -61,7 +61,7 @@ class LayeredModel:
             layer.to("meta")
 
     def entering(self, sequence: Tensor) -> tuple[Tensor, list[Mapping[str, Any]]]:
-        """What enters the first layer, [1, L, hidden], and with what else the model calls each one."""
+        """Input of the first layer, [1, L, hidden], and the keyword arguments with which the model calls each layer."""
         calls: list[tuple[Tensor, Mapping[str, Any]]] = []
 
         def record(hidden: Tensor, **options: Any) -> Tensor:
@@ -75,14 +75,14 @@ class LayeredModel:
         return calls[0][0], [options for _, options in calls]
 
     def leaving(self, sequence: Tensor, hidden: Tensor) -> Tensor:
-        """[L, vocabulary] logits of what left the last layer, [1, L, hidden]."""
+        """[L, vocabulary] logits from the output of the last layer, [1, L, hidden]."""
         with self._layers_that(lambda entered, **options: hidden):
             logits: Tensor = self.model(sequence[None], use_cache=False).logits[0]
         return logits
 
     @contextmanager
     def _layers_that(self, compute: Any) -> Iterator[None]:
-        """Something else in the place of every layer; hooks of the layers are not called."""
+        """Context in which ``compute`` replaces every layer; hooks of the layers are not called."""
         body = self.model.base_model
         layers = body.layers
         body.layers = nn.ModuleList(_InPlaceOf(layer, compute) for layer in layers)
@@ -92,7 +92,7 @@ class LayeredModel:
             body.layers = layers
 
     def _load(self, number: int | None) -> None:
-        """Of a layer, or (None) of what is outside of the layers, as ``from_pretrained`` loads and converts them."""
+        """Loads the weights of a layer, or (None) all others, as ``from_pretrained`` loads and converts them."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
@@ -117,7 +117,7 @@ class _InPlaceOf(nn.Module):
 
 
 class _Recorded(Exception):
-    """What follows is not to be computed."""
+    """Ends a forward pass whose rest is not needed."""
 
 
 def _without_weights(folder: Path, dtype: torch.dtype) -> Any:
@@ -139,7 +139,7 @@ def _without_weights(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any) -> Any:
-    """The model's own plain attention, watched. Each tensor is [1, heads, L, head size]."""
+    """Runs the model's own plain attention, and keeps its tensors, [1, heads, L, head size] each."""
     plain = sys.modules[type(module).__module__].eager_attention_forward
     output = plain(module, query, key, value, attention_mask, **options)
     for name, values in (("query", query), ("key", key), ("value", value)):

@@ -1,4 +1,4 @@
-"""The trainer as a side, under a layout: one process a rank, each of which writes what it has to disk."""
+"""The trainer as a side, under a layout: one process for each rank, which writes its values to disk."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from rlbatch.plan.layout import microbatch_count
 
 @dataclass(frozen=True)
 class Task:
-    """What the ranks of a layout compute, and where they write it; ``asdict`` makes JSON of it.
+    """The computation that the ranks of a layout perform, and where they write results. ``asdict`` makes it JSON.
 
     Attributes:
-        folder: Hugging Face folder.
-        layout: Over which ranks.
+        folder: Hugging Face folder of the model.
+        layout: Layout of the ranks.
         precision: ``fp32`` or ``bf16``.
-        plugins: As of ``rlbatch.submit``.
+        plugins: Plugins, as for ``rlbatch.submit``.
         spec: ``train.spec``.
-        with_gradients: Whether gradients are taken too.
-        sequences: Token ids of each.
-        values: Folder of a ``Stored`` for what passes each place.
-        weights: Another one for weights that are not the folder's.
-        gradients: Another one.
+        with_gradients: Whether to compute gradients too.
+        sequences: Token ids of each sequence.
+        values: Folder of a ``Stored`` for the value at each place.
+        weights: Folder of a ``Stored`` for weights that differ from the model's folder.
+        gradients: Folder of a ``Stored`` for gradients.
     """
 
     folder: str
@@ -58,18 +58,18 @@ class Task:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Task:
-        """The task that ``asdict`` and JSON made this of."""
+        """The task that ``asdict`` and JSON made ``said`` of."""
         return cls(**{**said, "layout": from_mapping(LayoutConfig, said["layout"]), "plugins": tuple(said["plugins"])})
 
 
 @dataclass
 class Written:
-    """What one rank wrote.
+    """The names of what one rank wrote.
 
     Attributes:
-        places: Of its own layers, of the first rank that has them.
-        weights: Checkpoint name -> whether they are not the folder's, and were written. On rank 0, as gradients.
-        gradients: Checkpoint names.
+        places: Places in its own layers, if it is the first rank that has them.
+        weights: Checkpoint name -> whether the weight differs from the folder's and was written; only on rank 0.
+        gradients: Checkpoint names of gradients; only on rank 0.
     """
 
     places: list[Place] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Written:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Written:
-        """What a rank said in JSON."""
+        """The result that a rank reported in JSON."""
         return cls([(layer, name) for layer, name in said["places"]], said["weights"], said["gradients"])
 
 
@@ -87,10 +87,10 @@ class TrainerSide:
     """The trainer's model under a layout.
 
     Attributes:
-        name: Of the layout.
-        task: Without sequences, and folders to write to.
-        run: Has the ranks of a layout compute a task, and returns what each one wrote.
-        scratch: Where its values are kept, which all ranks see; None: among the temporary files.
+        name: Name of the layout.
+        task: Task without sequences and folders to write to.
+        run: Lets the ranks of a layout compute a task, and returns what each of them wrote.
+        scratch: Folder that all ranks see, for the values; None: a temporary folder.
     """
 
     name: str
@@ -103,7 +103,7 @@ class TrainerSide:
         self.title = f"trainer {self.name} {self.precision}"
 
     def compute(self, batch: Batch) -> Trace:
-        """See ``Side``."""
+        """Computes the batch under the layout; see ``Side``."""
         values, weights, gradients = Stored[Place](self.scratch), Stored[str](self.scratch), Stored[str](self.scratch)
         task = replace(self.task, sequences=[sequence.tolist() for sequence in batch.sequences])
         task = replace(task, values=str(values.folder), weights=str(weights.folder), gradients=str(gradients.folder))
@@ -117,10 +117,10 @@ class TrainerSide:
 
 
 def compute(task: Task, change: Callable[[Any], None] | None = None) -> Written:
-    """Computes on one rank, which holds its part of the model, and writes what passed there. Rank 0 writes gradients, and the weights that
-    are not the folder's, one tensor at a time.
+    """Computes a task on one rank, which has its part of the model, and writes the values there.
 
-    Every data-parallel rank computes the whole batch, in one pack.
+    Rank 0 writes gradients, and the weights that differ from the folder's, one tensor at a time. Every data-parallel rank computes the
+    whole batch, in one pack.
     """
     layout, sequences = task.layout, [torch.tensor(each) for each in task.sequences]
     trainer = build_trainer(Path(task.folder), layout, task.plugins, precision=task.precision, spec=task.spec)
@@ -154,7 +154,7 @@ def compute(task: Task, change: Callable[[Any], None] | None = None) -> Written:
 
 
 def _as_compared(place: Place, rows: Tensor, sequences: list[Tensor]) -> Iterator[tuple[Place, Tensor]]:
-    """A prediction is two places, of which a sequence's first token has 0."""
+    """Yields a place as sides compare it. A prediction becomes log-probs and entropy, with 0 at a sequence's first token."""
     if place[1] != "prediction":
         yield place, rows
         return
@@ -164,6 +164,6 @@ def _as_compared(place: Place, rows: Tensor, sequences: list[Tensor]) -> Iterato
 
 
 def _is_same(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether all values are the same ones, of whatever dtypes."""
+    """Whether all values are equal, whatever the dtypes."""
     dtype = torch.promote_types(ours.dtype, theirs.dtype)
     return torch.equal(ours.cpu().to(dtype), theirs.to(dtype))

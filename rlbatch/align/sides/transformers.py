@@ -1,4 +1,4 @@
-"""transformers as a side: each sequence alone, no padding, no cache. In fp32 it is the trusted baseline."""
+"""transformers as a side, with each sequence alone, no padding and no cache. In fp32 it is the trusted baseline."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass
 class TransformersSide:
-    """A Hugging Face folder in transformers, which computes layer by layer: memory holds one layer's weights, those outside of the layers,
-    and what the sequences are between two layers. What it shows is on disk.
+    """A Hugging Face folder in transformers, computed layer by layer.
+
+    Memory holds the weights of one layer and of what is outside of the layers, and the sequences' hidden states. Results are on disk.
 
     Attributes:
-        folder: With weights.
+        folder: Folder with weights.
         precision: One of ``DTYPES``.
-        title: See ``Side``; empty: ``transformers <precision>``.
-        change: Called with the whole model, loaded, before it computes.
-        scratch: Where its values are kept; None: among the temporary files.
+        title: Title, see ``Side``; empty: ``transformers <precision>``.
+        change: Called with the whole loaded model, before it computes.
+        scratch: Folder for the values; None: a temporary folder.
     """
 
     folder: Path
@@ -41,7 +42,7 @@ class TransformersSide:
         self.title = self.title or f"transformers {self.precision}"
 
     def compute(self, batch: Batch) -> Trace:
-        """See ``Side``."""
+        """Computes the batch in transformers; see ``Side``."""
         layered = LayeredModel(self.folder, DTYPES[self.precision])
         weights: Mapping[str, Tensor] = FolderWeights(self.folder, layered.names, DTYPES[self.precision])
         if self.change is not None:
@@ -83,7 +84,7 @@ def _compute(layered: LayeredModel, batch: Batch, values: Stored[Place]) -> None
 
 
 def _watch(model: Any, keep: Callable[[int, str, Tensor], None]) -> None:
-    """Tells ``keep`` what passes each place, [L, ...]."""
+    """Calls ``keep`` with the value at each place, [L, ...], in forward passes of the model."""
     body = model.base_model
 
     def watch(module: Any, layer: int, name: str) -> None:
@@ -126,7 +127,7 @@ def _rows(values: Tensor) -> Tensor:
 
 
 def _weights(model: Any) -> dict[str, Tensor]:
-    """By the checkpoint's names, experts one by one."""
+    """The model's weights by the checkpoint's names, with every expert apart."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return {name: tensor.detach() for name, tensor in revert_weight_conversion(model, dict(model.state_dict())).items()}

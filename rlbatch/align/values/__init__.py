@@ -1,1 +1,1 @@
-"""What passes through a model: its places, tensors of a side on disk, and how far two sides are apart."""
+"""Values inside of a model: the places where sides are compared, a side's tensors on disk, and differences between two sides."""

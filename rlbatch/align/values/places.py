@@ -1,5 +1,6 @@
-"""Places in a model where sides are compared, in the order of computation, what one side had there, and how far two are apart, beside what
-rounding alone makes of the same model.
+"""The places in a model where sides are compared, in the order of computation, and the differences there.
+
+A difference is judged by what rounding alone makes in the same model.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 Place = tuple[int, str]
-"""A layer, counted from 0 (-1: before the first; the number of layers: behind the last), and a name of ``NAMES``."""
+"""Index of a layer (-1: before the first; the number of layers: behind the last), and a name of ``NAMES``."""
 NAMES = {
     "embedding": "the embedding",
     "input_norm": "the norm before attention",
@@ -31,45 +32,45 @@ NAMES = {
     "logprobs": "the output layer's log-probs",
     "entropy": "the output layer's entropy",
 }
-"""Name of what passes -> in words, in the order of computation in a layer."""
+"""Name of a place -> text for it, in the order of computation in a layer."""
 _ORDER = {name: number for number, name in enumerate(NAMES)}
 
 
 def in_order(places: Iterator[Place] | Sequence[Place]) -> list[Place]:
-    """As the model computes them."""
+    """The places, sorted in the order in which the model computes them."""
     return sorted(places, key=lambda place: (place[0], _ORDER[place[1]]))
 
 
 def in_words(place: Place, num_layers: int) -> str:
-    """E.g. ``layer 3: the router's logits``."""
+    """Text for a place, e.g. ``layer 3: the router's logits``."""
     layer, name = place
     return f"layer {layer}: {NAMES[name]}" if 0 <= layer < num_layers else NAMES[name]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The same sequences for every side, one behind the other.
+    """Token sequences that every side computes, concatenated.
 
     Attributes:
-        sequences: [L_i] int64 token ids of each.
+        sequences: [L_i] int64 token ids of each sequence.
     """
 
     sequences: Sequence[Tensor]
 
     @property
     def positions(self) -> Tensor:
-        """[T] of each token in its sequence."""
+        """[T] int64 position of each token in its sequence."""
         return torch.cat([torch.arange(len(sequence)) for sequence in self.sequences])
 
     @property
     def owners(self) -> Tensor:
-        """[T] the sequence of each token."""
+        """[T] int64 index of each token's sequence."""
         lengths = torch.tensor([len(sequence) for sequence in self.sequences])
         return torch.arange(len(lengths)).repeat_interleave(lengths)
 
     @property
     def tokens(self) -> Tensor:
-        """[T] token ids."""
+        """[T] int64 token ids."""
         return torch.cat(list(self.sequences))
 
 
@@ -80,12 +81,12 @@ def batch_of(tokens: Sequence[Sequence[int]]) -> Batch:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one side computed.
+    """The results of one side.
 
     Attributes:
         values: Place -> [T, ...] on the host; a place that the side does not show is absent.
-        weights: Checkpoint name -> what the side's modules hold; empty: it does not say.
-        gradients: Checkpoint name -> gradient of the comparison's loss; empty: it has none.
+        weights: Checkpoint name -> weight in the side's modules; empty if the side does not show them.
+        gradients: Checkpoint name -> gradient of the comparison's loss; empty if there are none.
     """
 
     values: Mapping[Place, Tensor]
@@ -94,10 +95,10 @@ class Trace:
 
 
 class Named(Protocol):
-    """A model that computes.
+    """A model in a comparison.
 
     Attributes:
-        title: As it is called in the answer.
+        title: Name of the model in the answer.
         precision: ``fp32`` or ``bf16``.
     """
 
@@ -106,28 +107,28 @@ class Named(Protocol):
 
 
 class Side(Named, Protocol):
-    """A model that computes the batch."""
+    """A model that computes a batch."""
 
     def compute(self, batch: Batch) -> Trace:
         """Computes the batch; raises whatever keeps it from that."""
 
 
 TIMES_ROUNDING = 10.0
-"""Other kernels add up in another order: a difference is one where it is that many times what rounding made in the baseline's."""
+"""Factor by which a difference must exceed rounding in the baseline's model, as other kernels add in another order."""
 FLOOR = {"fp32": 2e-6, "bf16": 3e-2}
-"""Relative differences that are rounding in any case: a few units in the last place of products of usual length."""
+"""Relative differences that always count as rounding: a few units in the last place of products of usual length."""
 ABSOLUTE = ("logprobs", "entropy")
-"""Places whose differences are nats; at others they are relative to the token's vector."""
+"""Places whose differences are in nats; at all others, differences are relative to the token's vector."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One place.
+    """The differences at one place.
 
     Attributes:
-        place: Which.
-        errors: [T] differences.
-        limit: Most that rounding explains.
+        place: The place.
+        errors: [T] difference of each token.
+        limit: Largest difference that rounding explains.
     """
 
     place: Place
@@ -136,12 +137,12 @@ class Row:
 
     @property
     def largest(self) -> float:
-        """The largest difference of a token."""
+        """Largest difference of a token."""
         return float(self.errors.max())
 
     @property
     def differs(self) -> bool:
-        """Whether the largest is more than rounding explains."""
+        """Whether the largest difference is more than rounding explains."""
         return not self.largest <= self.limit
 
 
@@ -159,11 +160,11 @@ def errors(name: str, got: Tensor, want: Tensor) -> Tensor:
 
 
 def measured_rounding(precise: Trace, rounded: Trace, precision: str) -> dict[Place, float]:
-    """What rounding explains at each place: it only grows through the model, and another side may round otherwise.
+    """The largest difference that rounding explains at each place. Limits never shrink through the model, as later places inherit rounding.
 
     Args:
-        precise: Of the same model in more bits.
-        rounded: In ``precision``.
+        precise: Results of the same model in more bits.
+        rounded: Results in ``precision``.
         precision: ``fp32`` or ``bf16``.
     """
     most, limits = 0.0, {}
@@ -175,11 +176,11 @@ def measured_rounding(precise: Trace, rounded: Trace, precision: str) -> dict[Pl
 
 
 def compare(want: Trace, got: Trace, limits: Mapping[Place, float]) -> list[Row]:
-    """Every place that both sides show, in the order of computation."""
+    """Compares every place that both sides show, in the order of computation."""
     both = [place for place in in_order(list(want.values)) if place in got.values]
     return [Row(place, errors(place[1], got.values[place], want.values[place]), limits[place]) for place in both]
 
 
 def first_difference(rows: Sequence[Row]) -> Row | None:
-    """The first place that differs by more than rounding."""
+    """The first place that differs by more than rounding; None if none does."""
     return next((row for row in rows if row.differs), None)

@@ -1,4 +1,4 @@
-"""Tensors of a side in files, so that memory holds those alone that are looked at."""
+"""Keeps tensors of a side in files, so that memory holds only those in use."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Key = TypeVar("Key", str, tuple[int, str])
 
 
 class Stored(Mapping[Key, Tensor], Generic[Key]):
-    """One file a tensor, in a folder that goes with this mapping; each is read when it is asked for.
+    """Tensors in files, one for each, in a folder that is removed with this mapping; each is read on access.
 
     Args:
-        parent: Where the folder is made; None: among the temporary files.
+        parent: Folder in which the folder is made; None: the temporary files' one.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -55,13 +55,13 @@ class Stored(Mapping[Key, Tensor], Generic[Key]):
 
 
 class FolderWeights(Mapping[str, Tensor]):
-    """Weights of a Hugging Face folder, each read and cast when it is asked for.
+    """Weights of a Hugging Face folder, each read and cast on access.
 
     Args:
         folder: The folder.
-        names: Checkpoint name of each weight -> the tensor that is read, another one where weights are tied.
-        dtype: What they are cast to; None: they stay as they are stored.
-        other: What is read in the place of the folder's tensor, where it has the name.
+        names: Checkpoint name of each weight -> name of the tensor to read, which is another one for tied weights.
+        dtype: Type that weights are cast to; None: they keep the stored one.
+        other: Tensors that replace the folder's of the same name.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class FolderWeights(Mapping[str, Tensor]):
 
 
 def write(folder: Path, key: tuple[int, str] | str, value: Tensor) -> None:
-    """Writes a tensor, from whatever device, into the folder of a ``Stored``."""
+    """Writes a tensor of any device into the folder of a ``Stored``."""
     torch.save(value.detach().cpu().clone(), _path(folder, key))  # a clone: of a view all would be written that it is a view of
 
 
