@@ -1,1 +1,1 @@
-"""What a run reports: tags, trackers, the run folder's summary and samples, live progress."""
+"""Reports of a run: metric tags, trackers, the run folder's summary and samples, live progress."""

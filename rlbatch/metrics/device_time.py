@@ -1,4 +1,4 @@
-"""Where the time of a profiled step went: by phase, by module, by kind of work, from the events of ``torch.profiler``.
+"""Shows where the time of a profiled step went: by phase, module and kind of work, from the events of ``torch.profiler``.
 
 Work of a backward pass belongs to the module whose forward pass it undoes: autograd gives both the same sequence number.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 MODULE, PHASE = "module ", "phase "
-"""Begin the names of ranges (``torch.profiler.record_function``)."""
+"""Prefixes of the names of ranges (``torch.profiler.record_function``)."""
 ELSEWHERE = "elsewhere"
 KINDS = {
     "communication": r"nccl|gloo|c10d|all_?gather|all_?reduce|reduce_?scatter|all_?to_?all|SendRecv|deepep",
@@ -23,7 +23,7 @@ KINDS = {
     "optimizer": r"multi_tensor|adam|foreach",
     "copies": r"[Mm]emcpy|[Mm]emset|copy_",
 }
-"""Of kernels (on CPUs, of operations) by name, the first that fits; all others are element-wise work."""
+"""Kind of work -> pattern of the names of kernels (on CPUs, of operations); the first match counts, and all others are element-wise."""
 OTHER = "element-wise"
 Interval = tuple[int, int]
 
@@ -33,11 +33,11 @@ class Work:
     """A kernel, or on CPUs an operation without those that it calls.
 
     Attributes:
-        name: Of the kernel.
-        phase: Of the step; empty: between phases.
-        module: Whose forward or backward pass it is.
-        start: Nanoseconds.
-        duration: Nanoseconds.
+        name: Name of the kernel.
+        phase: Phase of the step; empty between phases.
+        module: Module whose forward or backward pass the work belongs to.
+        start: Start, nanoseconds.
+        duration: Duration, nanoseconds.
     """
 
     name: str
@@ -48,17 +48,17 @@ class Work:
 
     @property
     def kind(self) -> str:
-        """Of ``KINDS``, or ``OTHER``."""
+        """Kind of the work: a key of ``KINDS``, or ``OTHER``."""
         return next((kind for kind, pattern in KINDS.items() if re.search(pattern, self.name)), OTHER)
 
 
 @dataclass(frozen=True)
 class DeviceTime:
-    """What a device did in a step.
+    """The work of a device in a step.
 
     Attributes:
-        work: All of it.
-        phases: When each phase ran, in nanoseconds.
+        work: All kernels, or operations.
+        phases: Name, start and end of each phase, nanoseconds.
     """
 
     work: Sequence[Work]
@@ -66,7 +66,7 @@ class DeviceTime:
 
     @classmethod
     def of(cls, events: Iterable[Any]) -> DeviceTime:
-        """From ``profile.profiler.kineto_results.events()``: kernels if there are any, else the host's operations."""
+        """Builds the record from ``profile.profiler.kineto_results.events()``: kernels if there are any, else the host's operations."""
         everything = list(events)
         kernels = [event for event in everything if event.device_type() == torch.autograd.DeviceType.CUDA]
         operations = [event for event in everything if event.device_type() == torch.autograd.DeviceType.CPU]
@@ -92,7 +92,7 @@ class DeviceTime:
         return cls([one for one in work if one.duration > 0], phases)
 
     def table(self) -> str:
-        """The report: phases, modules, kinds."""
+        """Report with the time by phase, module and kind."""
         return "\n\n".join((self._by_phase(), self._by("module", _label), self._by("kind", lambda work: work.kind)))
 
     def _by_phase(self) -> str:
@@ -132,7 +132,7 @@ def _label(work: Work) -> str:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as intervals that do not overlap, in order."""
+    """The same time as sorted intervals that do not overlap."""
     joined: list[Interval] = []
     for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -143,12 +143,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """Of intervals that do not overlap."""
+    """Total length of intervals that do not overlap."""
     return sum(end - start for start, end in intervals)
 
 
 def _places(operations: Sequence[Any]) -> tuple[dict[int, tuple[str, str]], dict[int, int]]:
-    """By each operation's correlation id: the phase and module in which it ran, and its nanoseconds without those that it calls."""
+    """Phase and module of each operation, and its nanoseconds without the operations it calls, both by correlation id."""
     places: dict[int, tuple[str, str]] = {}
     own: dict[int, int] = {}
     of_forward: dict[tuple[int, int], str] = {}

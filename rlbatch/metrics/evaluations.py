@@ -1,4 +1,4 @@
-"""What is shown and kept of evaluations: a table of each set, and ``evaluations/<set>/step_000010.jsonl`` with the samples."""
+"""Output of evaluations: a table for each set, and the samples in ``evaluations/<set>/step_000010.jsonl``."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 FOLDER = "evaluations"
-"""In the run folder."""
+"""Name of the folder in the run folder."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of one set.
+    """The results of an evaluation on one set.
 
     Attributes:
-        name: Of the set.
-        prompts: How many.
-        samples: Of each prompt.
-        table: Metric -> its mean over prompts, and the standard error of that; NaN with one prompt.
-        unscored: ``errors`` and ``timeouts``: samples that their reward gave no verdict, which count 0.
-        metrics: What is shown as curves: tag -> value.
-        rows: Its samples, as of training steps, with the set's name.
+        name: Name of the set.
+        prompts: Number of prompts.
+        samples: Number of samples of each prompt.
+        table: Metric -> mean over prompts, and its standard error, which is NaN with one prompt.
+        unscored: ``errors`` or ``timeouts`` -> number of samples without a verdict, which count 0.
+        metrics: Tag -> value, for the metrics that are shown as curves.
+        rows: Samples of the set, in the form of training samples with the set's name.
     """
 
     name: str
@@ -33,18 +33,18 @@ class Evaluation:
     rows: Sequence[Mapping[str, Any]]
 
     def summary(self, step: int) -> dict[str, Any]:
-        """For summary.json."""
+        """The results as an entry of summary.json."""
         values = {metric: {"value": value, "standard_error": error} for metric, (value, error) in self.table.items()}
         return {"step": step, "prompts": self.prompts, "n": self.samples, **self.unscored, **values}
 
     def markdown(self) -> str:
-        """For TensorBoard."""
+        """The results as a Markdown table, for TensorBoard."""
         lines = [f"| {metric} | {value:.4f} | {error:.4f} |" for metric, (value, error) in self.table.items()]
         lines += [f"| {kind} | {count} | |" for kind, count in self.unscored.items() if count]
         return "\n".join([f"| {self.prompts} prompts x {self.samples} | mean | standard error |", "| --- | --- | --- |", *lines])
 
     def line(self) -> str:
-        """For the terminal, in one line."""
+        """The results as one line for the terminal."""
         numbers = ", ".join(
             f"{metric} {value:.3f}" for metric, (value, _) in self.table.items() if metric not in ("length_mean", "truncated")
         )
@@ -53,7 +53,7 @@ class Evaluation:
 
 
 def told(sets: Iterable[Evaluation]) -> str:
-    """All sets, a line a metric."""
+    """The results of all sets as a text table, with a line for each metric."""
     cells = [("set", "prompts", "n", "metric", "mean", "standard error")]
     for each in sets:
         about = (each.name, str(each.prompts), str(each.samples))

@@ -1,4 +1,4 @@
-"""Whose the memory of a GPU is: what torch's allocator has given out, by the line of code that asked for it."""
+"""Finds the lines of code that hold the memory of a GPU, from the records of torch's allocator."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ Owners = Sequence[tuple[str, int]]
 
 
 def record_owners() -> None:
-    """From now on the allocator keeps, of what is not freed, where it was asked for: some microseconds each. Nothing without a GPU."""
+    """Makes the allocator record where memory in use was requested, which takes some microseconds each. Does nothing without a GPU."""
     if torch.cuda.is_available():
         torch.cuda.memory._record_memory_history("state", context="state", stacks="python", max_entries=1)
 
 
 def memory_snapshot() -> dict[str, Any]:
-    """What the allocator knows, for docs.pytorch.org/memory_viz; empty if it does not say. What is to be explained by it counts more."""
+    """The allocator's records, for docs.pytorch.org/memory_viz; empty if they cannot be read. Never raises."""
     with suppress(Exception):
         return dict(torch.cuda.memory._snapshot())
     return {}
 
 
 def largest_owners(snapshot: Mapping[str, Any], most: int = MOST) -> Owners:
-    """Who holds most.
+    """The lines of code that hold most memory.
 
     Args:
-        snapshot: ``memory_snapshot()``.
-        most: How many are named.
+        snapshot: Result of ``memory_snapshot``.
+        most: Largest number of lines.
     """
     sizes: Counter[str] = Counter()
     for segment in snapshot.get("segments", ()):
@@ -47,7 +47,7 @@ def largest_owners(snapshot: Mapping[str, Any], most: int = MOST) -> Owners:
 
 
 def _owner(frames: Iterable[Mapping[str, Any]]) -> str:
-    """The innermost line that is not torch's own."""
+    """The innermost line of code that is not torch's own, as text."""
     for frame in frames:
         if not frame["filename"].startswith(_LIBRARY) and frame["filename"].endswith(".py"):
             place = frame["filename"].rpartition("/site-packages/")[2]

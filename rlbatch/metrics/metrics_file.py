@@ -1,4 +1,4 @@
-"""Reads ``metrics.jsonl``, which the tracker ``jsonl`` writes line by line, also of a run that goes on or was killed."""
+"""Reads ``metrics.jsonl``, which the tracker ``jsonl`` writes line by line, also while a run goes on or after it was killed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ METRICS = "metrics.jsonl"
 
 
 def metric_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Step and values of each line. A last line that is cut is left out: its run was killed, or writes it now.
+    """Yields step and values of each line. A truncated last line is left out, as its run was killed or is writing it.
 
     Raises:
-        DataError: another line is none of the tracker's.
+        DataError: any other line is not one of the tracker's.
     """
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: the FLOPs that the model needs (``rlbatch.plan.flops``) over what the hardware could do meanwhile."""
+"""Model FLOPs utilisation: the FLOPs that the model needs (``rlbatch.plan.flops``), divided by what the hardware could do."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rlbatch.plan.hardware import known_gpu
 
 
 def mfu(flops: float, seconds: float, world_size: int, peak_flops: float) -> float:
-    """Share of the peak that was used: ``flops`` of all ranks together in ``seconds``, ``peak_flops`` of one rank."""
+    """Share of the peak that is used by ``flops`` of all ranks in ``seconds``, with ``peak_flops`` of each rank."""
     return flops / (seconds * world_size * peak_flops)
 
 
 def peak_flops(device: str, tflops: float = 0.0) -> float:
-    """FLOP/s that one rank could reach at best.
+    """The peak rate of one rank, FLOP/s.
 
     A known accelerator: the dense bf16 figure of the cluster or of ``rlbatch.plan.hardware``, whatever precision is used. Anything else,
     the CPU above all: measured once by a short matrix product (float32 on the CPU, bfloat16 on an accelerator) with the threads that the
@@ -22,7 +22,7 @@ def peak_flops(device: str, tflops: float = 0.0) -> float:
 
     Args:
         device: ``cpu`` or ``cuda:<index>``.
-        tflops: ``cluster.gpu_bf16_tflops``; 0: not said.
+        tflops: ``cluster.gpu_bf16_tflops``; 0 if not set.
     """
     if device != "cpu":
         if tflops:

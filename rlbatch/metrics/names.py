@@ -156,7 +156,7 @@ _DEFINED = (
 )
 
 PARTS = re.compile(r"reward/[A-Za-z][A-Za-z0-9_.-]*")
-"""Tags of a reward's own parts."""
+"""Pattern of the tags for a reward's own parts."""
 TAGS: Mapping[str, Tag] = {tag.tag: tag for tag in _DEFINED}
 
 PATTERNS = (
@@ -169,12 +169,12 @@ PATTERNS = (
     Tag("eval/<set>/errors", "1", "Samples without a verdict, which count 0: their reward raised, gave up, or its worker died."),
     Tag("eval/<set>/timeouts", "1", "Samples without a verdict, which count 0: their reward was past reward.timeout_s."),
 )
-"""Tags of sets that a config names."""
+"""Tags of evaluation sets, which a config names."""
 BESIDE_PLAN = (
     Tag("plan_vs_actual/<phase>_s", "1", "Seconds of sync (with time/offload_s), rollout, logprobs, update or step over what is planned."),
     Tag("plan_vs_actual/<what>_<phase>", "1", "The same of what gpu, trainer or node use in GiB in these phases."),
 )
-"""Of a step beside its plan."""
+"""Tags that compare a step with its plan."""
 _NAMES = {
     "<set>": r"[\w.-]+",
     "<n>": r"\d+",

@@ -1,4 +1,4 @@
-"""Measures the phases of a step: their seconds, and the memory of this rank's GPU."""
+"""Measures the phases of a step: their seconds, and the memory of this rank's GPU and node."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rlbatch.metrics.memory_owners import memory_snapshot
 
 GIB = 2**30
 SHOWN = ("sync", "rollout", "logprobs", "update")
-"""Phases with a tag of their own."""
+"""Phases with memory tags of their own."""
 
 
 class OutOfMemory(Exception):
-    """The GPU has no memory left, in a phase.
+    """A phase in which the GPU had no memory left.
 
     Attributes:
-        phase: Its name.
-        allocated: Bytes of tensors, at most, in it.
-        reserved: Bytes that PyTorch has of the driver.
+        phase: Name of the phase.
+        allocated: Peak bytes of tensors in it.
+        reserved: Bytes that PyTorch has reserved from the driver.
         used: Bytes that all processes use.
-        snapshot: What the allocator knew.
+        snapshot: The allocator's records.
     """
 
     def __init__(self, phase: str, error: torch.OutOfMemoryError) -> None:
@@ -37,14 +37,14 @@ class OutOfMemory(Exception):
 
 
 class GpuMemory:
-    """Peaks of what PyTorch holds in this process, and what all processes use when a phase ends; without a GPU only of the node.
+    """Measures peaks of memory that PyTorch holds in this process, and memory that all processes use as phases end.
 
     Args:
-        node_used: Tells what all processes use of the node's memory, GiB; None: nothing does.
+        node_used: Returns the memory that all processes use of the node, GiB; None: it is not measured.
     """
 
     def __init__(self, node_used: Callable[[], float] | None = None) -> None:
-        """Begins to measure."""
+        """Starts to measure."""
         self._node_used = node_used
         self._node: dict[str, float] = {}
         self._is_measured = torch.cuda.is_available()
@@ -56,7 +56,7 @@ class GpuMemory:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures a block; a name may come again."""
+        """Measures a phase; the same name may occur again."""
         self._take()
         yield
         self._phases[name] = max(self._phases.get(name, 0.0), self._take())
@@ -65,7 +65,7 @@ class GpuMemory:
             self._node[name] = max(self._node.get(name, 0.0), self._node_used())
 
     def tags(self) -> dict[str, float]:
-        """Metrics of the step."""
+        """Memory tags of the step, GiB; those of the GPU only if there is one."""
         node = {f"memory/node_used_{name}_gib": self._node[name] for name in SHOWN if name in self._node}
         if not self._is_measured:
             return node
@@ -75,14 +75,14 @@ class GpuMemory:
         return {**node, **own, **used, "memory/gpu_allocated_gib": self._allocated, "memory/gpu_reserved_gib": self._reserved}
 
     def _use(self) -> float:
-        """GiB that all processes use now: an engine is another one."""
+        """Memory of the GPU that all processes use now, with engines, GiB."""
         if not self._is_measured:
             return 0.0
         free, total = torch.cuda.mem_get_info()
         return (total - free) / GIB
 
     def _take(self) -> float:
-        """GiB allocated at most since the last call."""
+        """Peak of allocated memory since the last call, GiB."""
         if not self._is_measured:
             return 0.0
         allocated, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
@@ -92,15 +92,16 @@ class GpuMemory:
 
 
 class PhaseClock:
-    """Adds up the seconds of named phases. A phase ends when its kernels have (the next one starts with an idle GPU), unless it is not to
-    wait for what it has begun.
+    """Adds up the seconds of named phases.
+
+    A phase ends when its kernels end, so that the next one starts with an idle GPU, unless it is not to wait for the work that it began.
 
     Attributes:
-        memory: Of the phases.
+        memory: Measurements of memory in the phases.
     """
 
     def __init__(self, node_used: Callable[[], float] | None = None, begins: Callable[[str], None] = lambda name: None) -> None:
-        """Starts the clock; ``node_used`` as ``GpuMemory``, ``begins`` is told of each phase."""
+        """Starts the clock. ``node_used`` is as in ``GpuMemory``; ``begins`` is called with the name of each phase."""
         self._begins = begins
         self._started = time.perf_counter()
         self._seconds: dict[str, float] = {}
@@ -108,7 +109,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str, *, waits: bool = True) -> Iterator[None]:
-        """Times a block; a name may come again. Raises OutOfMemory where torch says so."""
+        """Times a phase; the same name may occur again. Raises OutOfMemory where the GPU has no memory left."""
         started = time.perf_counter()
         self._begins(name)
         with record_function(PHASE + name), self.memory.phase(name):
@@ -137,7 +138,7 @@ class PhaseClock:
 
 
 class PartClock:
-    """Seconds of the parts of a start, to be told."""
+    """Measures the seconds of the parts of a job's start."""
 
     def __init__(self) -> None:
         """Starts the clock."""
@@ -146,11 +147,11 @@ class PartClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Times a block."""
+        """Times a part."""
         started = time.perf_counter()
         yield
         self._seconds[name] = time.perf_counter() - started
 
     def told(self) -> str:
-        """E.g. ``41.2 s: model 2.1, weights 12.0, engine 26.8``."""
+        """Text such as ``41.2 s: model 2.1, weights 12.0, engine 26.8``."""
         return f"{time.perf_counter() - self._started:.1f} s: " + ", ".join(f"{name} {each:.1f}" for name, each in self._seconds.items())

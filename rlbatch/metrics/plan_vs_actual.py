@@ -1,4 +1,4 @@
-"""A run beside its plan: what was planned of a step, and what its steps measure."""
+"""Compares the steps of a run with its plan."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ TIMES = {
     "update": ("time/update_s",),
     "step": ("time/step_s",),
 }
-"""Phases whose seconds are planned, and what measures them."""
+"""Phase whose seconds are planned -> tags whose sum measures it."""
 MEMORY = {"gpu": "memory/gpu_used_{phase}_gib", "trainer": "memory/gpu_{phase}_gib", "node": "memory/node_used_{phase}_gib"}
 PREFIX = "plan_vs_actual/"
 
 
 class PlanVsActual:
-    """What summary.json has of it, and each step's tags.
+    """The comparison of planned and measured values, for summary.json and as tags of each step.
 
     Attributes:
-        table: ``machine``; ``samples`` of a step; of ``tokens`` (a prompt, a response), ``seconds`` and ``memory``, what is ``planned`` and
-            what was ``measured``: means of all steps, medians of all but the first, which is slower, and the most.
+        table: ``machine``; ``samples`` of a step; and ``tokens`` (of a prompt, a response), ``seconds`` and ``memory``, each with values
+            ``planned`` and ``measured``: the mean of all steps, the median of all but the slow first one, and the maximum, in this order.
     """
 
     def __init__(self, plan: Mapping[str, Any]) -> None:
-        """Begins with what was planned: the table, without ``measured``."""
+        """Starts with the planned table, which has no ``measured`` values."""
         self.table: dict[str, Any] = deepcopy(dict(plan))
         self._seen: dict[tuple[str, str], list[float]] = {}
 
     def record(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Adds a step, and returns its tags: what was measured over what was planned."""
+        """Adds a step, and returns its tags: measured values divided by planned ones."""
         if not self.table or "time/step_s" not in metrics:
             return {}
         found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""``profile.*``: what a rank's device did in some steps, in a file for each that tools show, and as a table."""
+"""Profiles some steps of a rank (``profile.*``), and writes files for viewers and a table for each."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rlbatch.metrics.device_time import MODULE, DeviceTime
 from rlbatch.metrics.memory_owners import record_owners
 
 FOLDER = "profile"
-"""In the run folder."""
+"""Name of the folder in the run folder."""
 MAX_EVENTS = 200_000
-"""Allocations and frees of memory that a snapshot keeps, the last ones."""
+"""Largest number of memory events (allocations and frees) in a snapshot, which keeps the last ones."""
 
 Say = Callable[[str], None]
 
 
 def check_profile(config: ProfileConfig) -> None:
-    """Raises ConfigError if this rank cannot be profiled so."""
+    """Raises ConfigError if this rank cannot be profiled as configured."""
     if config.kind in ("memory", "nsys") and not torch.cuda.is_available():
         raise ConfigError(f"profile.kind={config.kind}: needs a GPU, and this rank has 0. Use profile.kind=torch.")
 
@@ -37,12 +37,12 @@ def profiled(config: ProfileConfig, run_dir: Path, rank: int, step: int, stages:
     """Profiles a step, if it is one of ``profile.steps`` and this rank one of ``profile.ranks``.
 
     Args:
-        config: ``profile.*``.
+        config: Options ``profile.*``.
         run_dir: Run folder.
-        rank: This process.
-        step: Which begins.
-        stages: The rank's parts of the model; each of their modules gets a line.
-        say: Told where the files are, and on rank 0 the table.
+        rank: Rank of this process.
+        step: Number of the step that begins.
+        stages: Parts of the model on this rank; each of their modules gets a line in the table.
+        say: Called with the paths of the files, and with the table.
     """
     if config.kind == "none" or step not in config.steps or rank not in config.ranks:
         yield
@@ -89,7 +89,7 @@ def _memory(keeps_owners: bool, stem: Path, say: Say) -> Iterator[None]:
 
 @contextmanager
 def _nsys(stem: Path, say: Say) -> Iterator[None]:
-    """Nsight Systems, under which the job was started, records from here to there; ranges show in its time line."""
+    """Records the block with Nsight Systems, if the job was started under it; ranges show in its time line."""
     torch.cuda.profiler.start()
     try:
         with torch.autograd.profiler.emit_nvtx():
@@ -100,7 +100,7 @@ def _nsys(stem: Path, say: Say) -> Iterator[None]:
 
 @contextmanager
 def _named(stages: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """A range for each forward pass of each module meanwhile, named by its place in the model without the layer's number."""
+    """Names a range for each module's forward pass in the block: its path in the model without layer numbers."""
     running: dict[int, list[Any]] = {}
 
     def begin(module: torch.nn.Module, label: str) -> None:

@@ -1,4 +1,4 @@
-"""Shows live progress: of a run, a bar on a terminal or a line a step elsewhere; of many bytes, a line every few seconds."""
+"""Shows live progress: a bar on a terminal or a line for each step elsewhere, and lines for transfers of many bytes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from rich.table import Column
 from rlbatch.api import StepResult
 
 RECENT_STEPS = 10
-"""Steps that the ETA is averaged over."""
+"""Number of recent steps whose mean duration predicts the remaining time."""
 INTERVAL_S = 10.0
-"""Between two lines of bytes; what takes less is silent."""
+"""Seconds between two lines about bytes; shorter transfers show none."""
 GB = 1e9
 
 
 class RunProgress:
-    """Shows where a run is: its phase before the first step, then step, reward, length, KL, step time and ETA."""
+    """Shows the progress of a run: its phase before the first step, then step, reward, length, KL, step time and ETA."""
 
     def __init__(self, steps: int, stream: TextIO | None = None) -> None:
         """Starts the display.
 
         Args:
-            steps: Steps of the run; 0: it has none, and shows phases alone.
-            stream: Where to show it; stdout if None.
+            steps: Number of steps of the run; 0: it has none, and only phases are shown.
+            stream: Stream to show it on; stdout if None.
         """
         self._steps = steps
         self._stream = stream or sys.stdout
@@ -62,7 +62,7 @@ class RunProgress:
         self._bar.update(self._bar.task_ids[0], completed=result.step, description="step", numbers=self._numbers(result))
 
     def _leave_lost_terminal(self) -> None:
-        """A line a step once the stream leads elsewhere."""
+        """Changes from the bar to a line for each step when the stream is no terminal any more."""
         if self._bar is not None and not self._stream.isatty():
             self._bar.stop()
             self._bar = None
@@ -100,7 +100,7 @@ class RunProgress:
 
 
 def format_seconds(seconds: float) -> str:
-    """E.g. ``45s``, ``1m12s``, ``2h05m``, ``3d04h``."""
+    """Text of a duration, e.g. ``45s``, ``1m12s``, ``2h05m``, ``3d04h``."""
     total = round(seconds)
     if total < 60:
         return f"{total}s"
@@ -136,14 +136,14 @@ def _start_bar(stream: TextIO, steps: int) -> Progress:
 
 
 class ByteProgress:
-    """Progress of reading or writing many bytes: amount, rate and what is left, in a line every few seconds.
+    """Shows the progress of a transfer of many bytes in lines every few seconds: amount, rate, and time left.
 
     Args:
-        what: Begins every line, e.g. ``reading /models/Qwen3-30B-A3B``.
-        total_bytes: Of the whole.
-        announce: Told a line.
-        clock: Seconds.
-        before: Bytes that were done before.
+        what: Beginning of every line, e.g. ``reading /models/Qwen3-30B-A3B``.
+        total_bytes: Bytes of the whole transfer.
+        announce: Called with each line.
+        clock: Returns the time, seconds.
+        before: Bytes that were transferred earlier.
     """
 
     def __init__(
@@ -154,11 +154,11 @@ class ByteProgress:
         self._begun = self._told = clock()
 
     def add(self, nbytes: int) -> None:
-        """Counts bytes that are done."""
+        """Adds transferred bytes."""
         self.reach(self._done + nbytes)
 
     def reach(self, done: int) -> None:
-        """So many are done, by others too."""
+        """Sets the number of transferred bytes, which others may have moved too."""
         self._done = done
         now = self._clock()
         if now - self._told >= INTERVAL_S:
@@ -168,7 +168,7 @@ class ByteProgress:
             self._announce(f"{self._what}: {self._done / GB:.1f} of {self._total / GB:.1f} GB, {rate / GB:.2f} GB/s, {left} left")
 
     def close(self) -> None:
-        """Tells of the whole, if anything was told before."""
+        """Shows a line about the whole transfer, if any line was shown before."""
         if self._told > self._begun:
             seconds = self._clock() - self._begun
             done = (self._done - self._before) / GB

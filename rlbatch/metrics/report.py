@@ -1,4 +1,4 @@
-"""What a run leaves in its folder for people and scripts: ``summary.json`` and ``samples/step_000010.jsonl``."""
+"""Writes the files that a run leaves for people and scripts: ``summary.json`` and ``samples/step_000010.jsonl``."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from rlbatch.metrics.plan_vs_actual import PlanVsActual
 
 COUNTED = tuple(f"sampling/{name}" for name in ("sampled", "accepted", "all_right", "all_wrong", "rounds", "stale", "skipped_steps"))
 SAMPLES = "samples"
-"""Folder of the training steps' samples."""
+"""Name of the folder with the samples of training steps."""
 _PLACE = re.compile(rb'{"step": \d+, "prompt_id": (\d+), "sample_index": (\d+), ')
 Status = Literal["running", "finished", "failed", "interrupted"]
 
 
 @dataclass
 class Summary:
-    """The content of summary.json; null where nothing was measured (yet), or where a value was not finite.
+    """Content of summary.json, with null for values that were not measured (yet) or were not finite.
 
     Attributes:
-        status: ``running`` until the end; a run that was killed as a whole, its machine too, stays so until the next start in its folder.
+        status: ``running`` until the end. A run that is killed with its machine keeps it until the next start in its folder.
         steps: Last finished step.
-        seconds: Since the run started on rank 0, loading included; of this attempt of the run, as all sums are.
+        seconds: Seconds since this attempt started on rank 0, loading included; all sums are of this attempt too.
         reward_start: Training reward (``reward/mean``) of the first step.
         reward_end: Training reward of the last step.
         eval_reward_start: First held-out reward.
         eval_reward: Last held-out reward.
-        evaluations: By set of held-out prompts, its last table: step, prompts, n, and of each metric value and standard_error.
-        tokens_per_s: All tokens of all steps over the time of the steps.
+        evaluations: Name of a set -> its last table: step, prompts, n, and for each metric value and standard_error.
+        tokens_per_s: Tokens of all steps, divided by the time of the steps.
         sync_median_s: Median of ``time/sync_s`` over the steps.
         rollout_logprob_diff: ``train/rollout_logprob_diff_mean`` of the last step.
         skipped_updates: Sum of ``train/skipped_updates`` over the steps.
-        steps_without_signal: Steps whose advantages were all 0.
-        sampling: With ``sampling.*``: sums over the steps of those ``sampling/`` tags that count, by their names.
-        phase_seconds: Sum of each ``time/`` tag over the steps.
-        plan_vs_actual: What was planned of a step and what steps measured; see ``PlanVsActual``.
-        first_error: What ended the run: the failure that was reported first; null if none.
+        steps_without_signal: Number of steps whose advantages were all 0.
+        sampling: Name of a ``sampling/`` tag that counts -> sum over the steps; only with ``sampling.*``.
+        phase_seconds: Name of a ``time/`` tag -> sum over the steps.
+        plan_vs_actual: Planned and measured values of a step; see ``PlanVsActual``.
+        first_error: Failure that ended the run, which is the one reported first; null if there was none.
     """
 
     status: Status = "running"
@@ -73,10 +73,10 @@ class Summary:
 
 
 class RunReport:
-    """Keeps summary.json up to date: written at the start, after every step and at the end, always as a whole."""
+    """Keeps summary.json up to date: written at the start, after every step and at the end, always as a whole file."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Writes the first summary; the run's clock starts here. Steps and rewards of an earlier attempt stay until ``begin``."""
+        """Writes the first summary and starts the run's clock. Steps and rewards of an earlier attempt stay until ``begin``."""
         self._path = run_dir / "summary.json"
         self.summary = Summary(**_earlier_life(self._path))
         self._started = time.monotonic()
@@ -87,17 +87,17 @@ class RunReport:
         self._write()
 
     def begin(self, done: int) -> None:
-        """Goes on after step ``done``; from the start (0), an earlier attempt is forgotten."""
+        """Continues after step ``done``; with 0, forgets an earlier attempt."""
         self.summary = replace(self.summary, steps=done) if done else Summary()
         self._write()
 
     def plan(self, table: Mapping[str, Any]) -> None:
-        """Keeps what was planned of a step, beside which steps put what they measure; see ``PlanVsActual``."""
+        """Keeps the planned values of a step, which steps are compared with; see ``PlanVsActual``."""
         self._beside_plan = PlanVsActual(table)
         self.summary.plan_vs_actual = self._beside_plan.table
 
     def record(self, result: StepResult) -> dict[str, float]:
-        """Adds a step (or, as step 0, the evaluation before the first one); returns the tags that compare it with its plan."""
+        """Adds a step (or, as step 0, the evaluation before the first one), and returns the tags that compare it with the plan."""
         summary, metrics = self.summary, result.metrics
         summary.steps = result.step
         if "reward/mean" in metrics:
@@ -125,11 +125,11 @@ class RunReport:
         return compared
 
     def evaluated(self, step: int, sets: Sequence[Evaluation]) -> None:
-        """Keeps the tables of an evaluation; the next ``record`` writes them."""
+        """Keeps the tables of an evaluation, which the next ``record`` writes."""
         self.summary.evaluations = {**self.summary.evaluations, **{each.name: each.summary(step) for each in sets}}
 
     def measure(self, metrics: Mapping[str, float]) -> None:
-        """Adds times of a step that may be recorded already."""
+        """Adds times of a step, which may be recorded already."""
         for tag, value in metrics.items():
             if tag.startswith("time/"):
                 phase = tag.removeprefix("time/").removesuffix("_s")
@@ -137,7 +137,7 @@ class RunReport:
         self._write()
 
     def finish(self, status: Status, first_error: Mapping[str, Any] | None = None) -> None:
-        """Writes the last summary; call it on success and on failure."""
+        """Writes the last summary, on success and on failure."""
         if status != "failed" or first_error:  # else the one that is known stays
             self.summary.first_error = first_error
         self.summary.status = status
@@ -151,7 +151,7 @@ class RunReport:
 
 
 def record_end(run_dir: Path, status: Status, first_error: Mapping[str, Any] | None = None) -> bool:
-    """Writes how a run ended into summary.json, for a rank 0 that is gone and did not; returns whether that was so."""
+    """Writes the end of a run into summary.json for a dead rank 0; returns whether the file still said ``running``."""
     path = run_dir / "summary.json"
     scratch = path.with_suffix(f".json.part{os.getpid()}")
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -164,15 +164,15 @@ def record_end(run_dir: Path, status: Status, first_error: Mapping[str, Any] | N
 
 
 def sample_rows(step: int, groups: Sequence[SampleGroup], advantages: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """The step's samples as rows of ``samples/``: plain values, to be gathered over ranks.
+    """Yields the step's samples as rows of ``samples/``, in plain values that can be gathered over ranks.
 
     Args:
-        step: From 1.
+        step: Number of the step, from 1.
         groups: Scored groups.
-        advantages: [N] one a sample, in the order of the groups' samples.
+        advantages: [N] advantage of each sample, in the order of the groups' samples.
 
     Yields:
-        [N] rows by prompt and sample, each made when it is asked for: their texts are most of what a step has.
+        N rows, sorted by prompt and sample. Each is made on demand, as texts are most of a step's data.
     """
     places = ((group, place) for group in groups for place in range(len(group.samples)))
     scored = sorted(zip(places, advantages, strict=True), key=lambda each: _position(*each[0]))
@@ -199,19 +199,19 @@ def _position(group: SampleGroup, place: int) -> tuple[int, int]:
 
 
 def line_of(row: Mapping[str, Any]) -> bytes:
-    """A row as it is written, without the line's end."""
+    """A row as a line of JSON, without the line's end."""
     return json.dumps(_finite(row), ensure_ascii=False).encode("utf-8", "backslashreplace")  # half a character becomes its JSON escape
 
 
 def place_of(line: bytes) -> tuple[int, ...]:
-    """Prompt and sample of a line, of what ``sample_rows`` made."""
+    """Prompt and sample index of a line that was made from ``sample_rows``."""
     found = _PLACE.match(line)
     assert found
     return tuple(map(int, found.groups()))
 
 
 def write_samples(run_dir: Path, step: int, lines: Iterable[bytes], folder: str = SAMPLES) -> Path:
-    """Writes the rows of one step (``line_of``) to ``<folder>/step_<step>.jsonl`` and returns its path."""
+    """Writes the lines of one step (``line_of``) to ``<folder>/step_<step>.jsonl``, and returns its path."""
     path = run_dir / folder / f"step_{step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
@@ -220,12 +220,12 @@ def write_samples(run_dir: Path, step: int, lines: Iterable[bytes], folder: str 
 
 
 def has_steps(run_dir: Path) -> bool:
-    """Whether a step of a run was done in its folder."""
+    """Whether any step of a run was done in this folder."""
     return bool(_earlier_life(run_dir / "summary.json").get("steps")) or any((run_dir / "samples").glob("step_*.jsonl"))
 
 
 def remove_samples_after(run_dir: Path, step: int) -> None:
-    """Removes the samples of later steps, which are done again. Of a run that begins anew (0) all of them are put aside instead."""
+    """Removes the samples of steps after ``step``, which run again. With 0, for a new run, renames the folders of all samples instead."""
     for folder in (run_dir / SAMPLES, run_dir / EVALUATIONS):
         if not step and any(folder.rglob("step_*.jsonl")):
             os.replace(folder, next(path for number in itertools.count(1) if not (path := run_dir / f"{folder.name}.{number}").exists()))
@@ -236,7 +236,7 @@ def remove_samples_after(run_dir: Path, step: int) -> None:
 
 
 def _earlier_life(path: Path) -> dict[str, Any]:
-    """What a resumed run keeps of its last summary; nothing if that is damaged."""
+    """The values of the last summary that a resumed run keeps; none if the file is damaged."""
     try:
         content = read_own(path)
     except (OSError, ValueError):
@@ -246,7 +246,7 @@ def _earlier_life(path: Path) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The value with null for NaN and infinity, which JSON does not have."""
+    """The value with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""All that a run shows and writes about itself, behind one object that is silent on every rank but 0."""
+"""Shows and writes everything about a run, through one object that is silent on every rank but 0."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlbatch.tables import ChosenTracker
 
 
 def finished_line(summary: Summary, run_dir: Path) -> str:
-    """The last line of a run that did all its steps."""
+    """The last line of a run that finished all its steps."""
     rewards = (("reward", summary.reward_end), ("eval", summary.eval_reward))
     told = ", ".join(f"{name} {value:.2f}" for name, value in rewards if value is not None)
     return f"finished in {format_seconds(summary.seconds)}{f': {told}' if told else ''}; {run_dir}"
@@ -34,9 +34,9 @@ class RunLog:
 
         Args:
             run_dir: The run folder, which exists.
-            steps: Steps of the run; 0: it has none.
-            rank: This process's rank.
-            stream: Where progress is shown; stdout if None.
+            steps: Number of steps of the run; 0 if it has none.
+            rank: Rank of this process.
+            stream: Stream that progress is shown on; stdout if None.
         """
         self._run_dir = run_dir
         self._report = RunReport(run_dir) if rank == 0 else None
@@ -44,17 +44,17 @@ class RunLog:
         self._trackers: Trackers | None = None
 
     def track(self, chosen: Sequence[ChosenTracker], context: TrackerContext) -> None:
-        """Says which trackers the run has, before ``begin`` opens them."""
+        """Sets the trackers of the run, which ``begin`` opens."""
         if self._progress:
             self._trackers = Trackers(chosen, context, self._progress.phase)
 
     def phase(self, text: str) -> None:
-        """Announces what happens outside of steps, e.g. ``loading the model``."""
+        """Shows a message about work outside of steps, e.g. ``loading the model``."""
         if self._progress:
             self._progress.phase(text)
 
     def begin(self, done: int) -> None:
-        """Goes on after step ``done`` (0: from the start): what an earlier attempt of the run wrote of later steps is done again."""
+        """Continues after step ``done`` (0: from the start); removes output of later steps of an earlier attempt, which will run again."""
         if self._report:
             with self._writing("what a run tells of itself"):
                 self._report.begin(done)
@@ -63,7 +63,7 @@ class RunLog:
             self._trackers.begin(done)
 
     def plan(self, table: Mapping[str, Any]) -> None:
-        """Puts what was planned of a step beside what steps measure; see ``PlanVsActual``."""
+        """Sets the planned values of a step, which steps are compared with; see ``PlanVsActual``."""
         if self._report:
             self._report.plan(table)
 
@@ -77,7 +77,7 @@ class RunLog:
                     sink.record(result)
 
     def measure(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds what is known of a recorded step only later."""
+        """Adds metrics of a recorded step that become known only later."""
         if self._report:
             with self._writing("metrics"):
                 self._report.measure(metrics)
@@ -85,7 +85,7 @@ class RunLog:
             self._trackers.record(StepResult(step, 0, metrics))
 
     def samples(self, step: int, lines: Iterable[bytes]) -> None:
-        """Writes the samples of a step: lines of ``report.line_of``, in their order, which rank 0 reads."""
+        """Writes the samples of a step, given as lines of ``report.line_of`` in order, which only rank 0 reads."""
         if self._report:
             with self._writing("samples"):
                 path = write_samples(self._run_dir, step, lines)
@@ -93,7 +93,7 @@ class RunLog:
                     self._trackers.samples(step, path)
 
     def evaluated(self, step: int, sets: Sequence[Evaluation]) -> None:
-        """Writes tables and samples of an evaluation, before the step is recorded."""
+        """Writes tables and samples of an evaluation, before its step is recorded."""
         if self._report:
             with self._writing("evaluations"):
                 self._report.evaluated(step, sets)
@@ -104,7 +104,7 @@ class RunLog:
                 self._trackers.table(step, f"eval/{each.name}", each.markdown())
 
     def failed(self, first_error: Mapping[str, Any]) -> None:
-        """Writes the failure into summary.json, whatever this process's main thread does; from any thread."""
+        """Writes the failure into summary.json, from any thread, whatever the main thread does."""
         if self._report:
             with suppress(OSError):  # a full disk, which is the failure, or told beside it
                 self._report.finish("failed", first_error)

@@ -1,4 +1,4 @@
-"""Calls trackers on rank 0, so that none of them can end, delay or hang a run: what fails is told once and left out."""
+"""Calls trackers on rank 0 so that none can end, delay or hang a run: a tracker that fails is reported once and left out."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlbatch.foreign_code import error_location, error_text, foreign_code
 from rlbatch.tables import ChosenTracker
 
 PATIENCE_S = 120.0
-"""Longest call of a tracker."""
+"""Longest accepted call of a tracker, seconds."""
 MOST_WAITING = 256
-"""Calls that wait for a slow tracker."""
+"""Largest number of calls that may wait for a slow tracker."""
 CLOSE_S: Mapping[str, float] = {"finished": 30.0}
 SHORT_CLOSE_S = 4.0
-"""How long all trackers together may take at the end of a run, by its status; of one that was asked to stop little time is left."""
+"""Seconds that all trackers together may take at the end of a run, by its status, and for any other status; both are short."""
 
 Act = Callable[[Tracker], object]
 
@@ -33,26 +33,26 @@ class Trackers:
         """Opens nothing yet.
 
         Args:
-            chosen: Those of the config.
-            context: What they are opened with; ``begin`` says after which step.
+            chosen: Trackers of the config.
+            context: Context that they are opened with; ``begin`` sets its step.
             tell: Shows a line.
         """
         self._chosen, self._context, self._tell = chosen, context, tell
         self._running: list[_Running] = []
 
     def begin(self, done: int) -> None:
-        """Opens them, to go on after step ``done``."""
+        """Opens the trackers, to continue after step ``done``."""
         context = replace(self._context, done=done)
         self._running = [_Running(tracker, partial(tracker.open, context)) for tracker in self._chosen]
         self._tell_failures()
 
     def record(self, result: StepResult) -> None:
-        """Gives them metrics."""
+        """Sends the metrics of a step to all trackers."""
         metrics = dict(result.metrics)
         self._call(lambda tracker: tracker.record(result.step, metrics))
 
     def samples(self, step: int, path: Path) -> None:
-        """Gives a file's samples to those that take them, which read it."""
+        """Sends the samples of a file to the trackers that take samples."""
 
         def act(tracker: Tracker) -> None:
             if isinstance(tracker, SampleTracker):
@@ -62,11 +62,11 @@ class Trackers:
         self._call(act)
 
     def table(self, step: int, tag: str, markdown: str) -> None:
-        """Gives a table to those that take them."""
+        """Sends a table to the trackers that take tables."""
         self._call(lambda tracker: tracker.table(step, tag, markdown) if isinstance(tracker, TableTracker) else None)
 
     def close(self, status: str) -> None:
-        """Ends them; called again it does nothing."""
+        """Closes the trackers; a second call does nothing."""
         deadline = time.monotonic() + CLOSE_S.get(status, SHORT_CLOSE_S)
         ending, self._running = self._running, []
         for running in ending:
@@ -92,11 +92,11 @@ class Trackers:
 
 
 class _Running:
-    """A tracker, which is opened at once: in a thread of its own, unless it is called by the step itself.
+    """A running tracker, which is opened at once, in a thread of its own unless its spec has it called within the step.
 
     Attributes:
-        name: Of the tracker.
-        failure: Why it is left out; empty: it is not.
+        name: Name of the tracker.
+        failure: Reason why the tracker is left out; empty if it is not.
     """
 
     def __init__(self, chosen: ChosenTracker, open_it: Callable[[], Tracker]) -> None:
@@ -113,7 +113,7 @@ class _Running:
         self._thread.start()
 
     def call(self, act: Act) -> None:
-        """Calls the tracker, or lets its thread do so."""
+        """Calls the tracker, or queues the call for its thread."""
         if self._waiting is None:
             self._call_here(act)
             return
@@ -126,7 +126,7 @@ class _Running:
             self.failure = self.failure or f"it is {MOST_WAITING} calls behind"
 
     def end(self, act: Act) -> None:
-        """The last call."""
+        """Makes the last call."""
         if not self.failure:
             self.call(act)
         if self._waiting is not None:
@@ -136,7 +136,7 @@ class _Running:
                 self.failure = self.failure or f"it is {MOST_WAITING} calls behind"
 
     def wait(self, seconds: float) -> None:
-        """Until the last call is done."""
+        """Waits until the last call is done."""
         if self._waiting is None or self.failure:
             return
         self._thread.join(seconds)
