@@ -1,4 +1,4 @@
-"""The trainer on Megatron-core: the only package that imports megatron. Importing it makes Megatron-core usable without CUDA."""
+"""The trainer on Megatron-core, and the only package that imports megatron. Importing it makes Megatron-core usable without CUDA."""
 
 from rlbatch.megatron import cpu
 

@@ -1,4 +1,4 @@
-"""Core attention of the local layer spec: causal, over packed sequences, with context parallelism; torch's kernels only.
+"""Core attention of the local layer spec: causal, over packed sequences, with context parallelism, from torch's kernels only.
 
 Megatron's own ``DotProductAttention`` refuses packing, context parallelism and multi-latent attention. Under context parallelism every
 sequence is cut into 2 x CP chunks and rank r holds chunks r and 2 x CP - 1 - r (equal work); keys and values are gathered, queries stay.
@@ -19,12 +19,12 @@ from torch import Tensor
 
 
 def zigzag_indices(cu_seqlens: list[int], cp_size: int, cp_rank: int) -> Tensor:
-    """Positions of a pack that a context-parallel rank holds.
+    """The positions of a pack that a context-parallel rank holds.
 
     Args:
-        cu_seqlens: Starts of the sequences, then the end; every length is a multiple of 2 x cp_size.
-        cp_size: Ranks that share the pack.
-        cp_rank: One of them.
+        cu_seqlens: Starts of the sequences, and the end of the last; every length is a multiple of 2 x cp_size.
+        cp_size: Number of ranks that share the pack.
+        cp_rank: Index of the rank among them.
 
     Returns:
         [T / cp_size] int64 indices into the pack, in the order in which the rank holds them.
@@ -60,7 +60,7 @@ class PackedAttention(torch.nn.Module):
         self.scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """No parameters."""
+        """An empty state: attention has no parameters."""
         return {}
 
     def forward(
@@ -79,12 +79,12 @@ class PackedAttention(torch.nn.Module):
         Args:
             query: [T / cp, heads, d] (thd) or [s / cp, b, heads, d].
             key: [T / cp, kv heads, d] or [s / cp, b, kv heads, d].
-            value: As ``key``, with its own last dimension.
-            attention_mask: Unused: always causal.
+            value: [T / cp, kv heads, d_v] or [s / cp, b, kv heads, d_v].
+            attention_mask: Unused, since attention is always causal.
             attn_mask_type: Unused.
             attention_bias: Unused.
-            **unused: What Megatron passes to other implementations.
-            packed_seq_params: With ``cu_seqlens_q`` over the whole pack (all CP ranks); None for [s, b, h, d].
+            **unused: Arguments that Megatron passes to other implementations.
+            packed_seq_params: Parameters with ``cu_seqlens_q`` over the whole pack (of all CP ranks); None for [s, b, h, d].
 
         Returns:
             [T / cp, heads x d_v] or [s / cp, b, heads x d_v].
@@ -119,7 +119,7 @@ class PackedAttention(torch.nn.Module):
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, offset: int, scale: float) -> Tensor:
-    """[t, h, d] queries at positions offset.. over keys at positions 0..; causal."""
+    """Causal attention of [t, h, d] queries at positions ``offset`` and later over keys at positions 0 and later."""
     mask = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).tril(offset)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -127,7 +127,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, offset: int, scale: float
 
 
 def _padded(query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale: float) -> Tensor:
-    """All sequences in one batch, padded on the right: under a causal mask no token sees the padding."""
+    """Attention of all sequences as one batch, padded on the right: under a causal mask no token sees the padding."""
     starts = torch.tensor(bounds, device=query.device)
     lengths = starts.diff()
     rows = torch.arange(len(lengths), device=query.device).repeat_interleave(lengths)
@@ -143,7 +143,7 @@ def _padded(query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, bounds: list[int], scale: float) -> Tensor:
-    """torch's variable-length flash attention; it takes one head dimension, a multiple of 8, so what is narrower is padded with zeros."""
+    """Attention by torch's variable-length kernel. It takes one head dimension, a multiple of 8, so narrower tensors are zero-padded."""
     from torch.nn.attention.varlen import varlen_attn
 
     value_dim = value.shape[-1]

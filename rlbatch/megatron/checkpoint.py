@@ -1,4 +1,4 @@
-"""Model and optimizer as a torch_dist checkpoint: every rank writes what it has, and reads what it needs, part by part."""
+"""Saves and loads model and optimizer as a torch_dist checkpoint, in parts: every rank writes what it has, and reads what it needs."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from rlbatch.weights.filling import Threads
 
 
 class TrainerState:
-    """Weights, main weights, moments and step counts of a trainer, ready to be written from where they are.
+    """Weights, main weights, moments and step counts of a trainer, ready to be written from the memory that they are in.
 
     Attributes:
-        write_bytes: What this rank will write.
-        buffer_bytes: Host memory that this rank takes meanwhile.
+        write_bytes: Bytes that this rank will write.
+        buffer_bytes: Bytes of host memory that this rank takes while it writes.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -41,31 +41,31 @@ class TrainerState:
         self.write_bytes, self.buffer_bytes = write_bytes(self._planned), buffer_bytes(self._planned)
 
     def write(self, folder: Path) -> None:
-        """Writes the state, and returns when every rank has; a collective.
+        """Writes the state, and returns when every rank has written; a collective.
 
         Args:
-            folder: Existing and empty, seen by all ranks.
+            folder: Existing empty folder that all ranks see.
 
         Raises:
-            CheckpointError: a rank could not write; on every rank.
+            CheckpointError: a rank could not write; raised on every rank.
         """
         Writing(folder, self._planned, self._steps).run_here()
 
     def start_writing(self, folder: Path) -> Writing:
-        """Begins to write the state as it is now from a child process of each rank; a collective."""
+        """Starts a child process on each rank that writes the state as it is now; a collective."""
         writing = Writing(folder, self._planned, self._steps)
         writing.start()
         return writing
 
 
 def load_state(trainer: Trainer, folder: Path) -> None:
-    """Reads what ``TrainerState`` wrote, or Megatron's ``fully_reshardable``, under the same layout or another; a collective.
+    """Loads a state of ``TrainerState``, or Megatron's ``fully_reshardable`` format, under any layout; a collective.
 
     Learning rate, weight decay and betas stay those of the config; the schedule sets the rate anew.
 
     Args:
-        trainer: Whose state is replaced.
-        folder: Of a checkpoint's state.
+        trainer: Trainer whose state is replaced.
+        folder: Folder of a checkpoint's state.
 
     Raises:
         DataError: the state cannot be read, or has values that are infinite or NaN.
@@ -88,11 +88,11 @@ def load_state(trainer: Trainer, folder: Path) -> None:
 
 
 def load_weights(trainer: Policy, folder: Path) -> None:
-    """Reads the weights alone; a collective.
+    """Loads the weights alone; a collective.
 
     Args:
-        trainer: Whose weights are replaced.
-        folder: As for ``load_state``.
+        trainer: Policy whose weights are replaced.
+        folder: Folder of a checkpoint's state, as in ``load_state``.
 
     Raises:
         DataError: the state cannot be read.
@@ -104,7 +104,7 @@ def load_weights(trainer: Policy, folder: Path) -> None:
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[tuple[TorchDist, Threads]]:
-    """An open checkpoint, and threads that read it; what one rank cannot read is every rank's error."""
+    """Context with an open checkpoint and threads that read it. If one rank cannot read, every rank raises DataError."""
     failure = ""
     try:
         with TorchDist(folder, Reading(once=True)) as stored, Threads() as threads, torch.no_grad():
@@ -121,7 +121,7 @@ def _fill(stored: TorchDist, threads: Threads, parts: Iterable[Part]) -> None:
 
 
 def _filling(stored: TorchDist, parts: Iterable[Part]) -> Iterator[Callable[[], object]]:
-    """One call for each piece of a part, which fills it."""
+    """Yields a call for each piece of a part, which reads the piece into the part's memory."""
     shapes = stored.shapes()
     for part in parts:
         found, values = shapes.get(part.key, part.shape), part.values
@@ -146,7 +146,7 @@ def _fill_state(stored: TorchDist, threads: Threads, optimizer: Any, chunks: dic
 
 
 def _make_state(optimizer: Any, steps: int) -> None:
-    """Gives an optimizer that made no step its moments, not yet filled, and the step count."""
+    """Gives an optimizer that has made no step its moments, still unset, and its step count."""
     inner = optimizer.optimizer
     if hasattr(inner, "initialize_state"):  # Transformer Engine's; its load_state_dict would hold all moments twice
         optimizer.init_state_fn(inner)
@@ -164,13 +164,13 @@ def _make_state(optimizer: Any, steps: int) -> None:
 
 
 def _steps_of(optimizer: Any) -> int:
-    """Counted by parameter (torch) or by group (Transformer Engine); a group may also have the number with which it was resumed."""
+    """Step count of an optimizer, kept by parameter (torch) or group (Transformer Engine); a group may also have the resumed one."""
     held = [*optimizer.optimizer.state.values(), *optimizer.param_groups]
     return max((int(one["step"]) for one in held if "step" in one), default=0)
 
 
 def _stored_steps(folder: Path) -> int:
-    """All optimizers step together; Megatron writes the number with every group, and 0 with those that have no parameters."""
+    """Step count in a checkpoint, equal for all optimizers. Megatron writes it for every group, and 0 for groups without parameters."""
     path = folder / COMMON
     try:
         common = torch.load(path, weights_only=True)

@@ -1,6 +1,7 @@
-"""Finds which part of which checkpoint tensor a rank holds: of its own model, or of any layout's without ranks, on the meta device.
+"""Finds the part of each checkpoint tensor that a rank holds, of its own model or of any layout's.
 
-Either answer comes from Megatron's ``sharded_state_dict``; without ranks a process simulates one after the other.
+The parts come from Megatron's ``sharded_state_dict``. For another layout a process simulates its ranks one after the other, on the meta
+device.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ class ParameterChunk:
 
     Attributes:
         name: Canonical name of the parameter.
-        shape: Of the parameter on this rank.
-        start: Of the box in the parameter.
-        size: Of the box.
-        key: Of the checkpoint's tensor.
-        global_shape: Of the checkpoint's tensor: the parameter's dimensions, perhaps behind one for the layer.
-        global_start: Of the box in the checkpoint's tensor.
-        is_padded: Whether another layout's tensor may have more or fewer rows, which are filled up for tensor parallelism.
+        shape: Shape of the parameter on this rank.
+        start: First index of the box in the parameter.
+        size: Size of the box.
+        key: Name of the checkpoint's tensor.
+        global_shape: Shape of the checkpoint's tensor: the parameter's dimensions, perhaps behind one for the layer.
+        global_start: First index of the box in the checkpoint's tensor.
+        is_padded: Whether another layout's tensor may have more or fewer rows, because of padding for tensor parallelism.
     """
 
     name: str
@@ -48,14 +49,14 @@ class ParameterChunk:
 
 @dataclass(frozen=True)
 class RankChunks:
-    """What a rank writes into a checkpoint.
+    """The chunks that a rank writes into a checkpoint.
 
     Attributes:
-        rank: The rank.
+        rank: Number of the rank.
         tp: Tensor-parallel size and rank.
-        etp: The same of experts.
+        etp: Expert-tensor-parallel size and rank.
         ep: Expert-parallel size and rank.
-        chunks: In the model's order; none that another rank writes.
+        chunks: Chunks in the model's order, without those that another rank writes.
     """
 
     rank: int
@@ -66,11 +67,11 @@ class RankChunks:
 
 
 def rank_chunks(family: ModelFamily, layout: LayoutConfig) -> Iterator[RankChunks]:
-    """Simulates the ranks of a layout, one after the other. No process group may exist.
+    """Yields the chunks of each rank of a layout, simulated one after the other. No process group may exist.
 
     Args:
-        family: The model.
-        layout: Already checked.
+        family: Family of the model.
+        layout: Layout that was checked.
     """
     for rank in range(layout.world_size):
         with simulated_rank(layout, rank):
@@ -84,7 +85,7 @@ def _place(group: dist.ProcessGroup) -> tuple[int, int]:
 
 
 def _may_write() -> bool:
-    """Whether this rank is the first of its replicas, of dense parameters or of experts."""
+    """Whether this rank is the first of its replicas, for dense parameters or for experts."""
     return parallel.dp_cp_group().rank() == 0 or parallel_state.get_expert_data_parallel_group().rank() == 0
 
 
@@ -95,8 +96,9 @@ def _chunks(family: ModelFamily, layout: LayoutConfig) -> Iterator[ParameterChun
 
 
 def placed_chunks(stage: Any) -> Iterator[tuple[torch.Tensor, ParameterChunk, tuple[int, ...]]]:
-    """The chunks of a model chunk's parameters and buffers, each with the whole tensor and Megatron's number of this copy of it: of its
-    pipeline stage, tensor-parallel and data-parallel rank, as far as these hold the same.
+    """Yields the chunks of a model chunk's parameters and buffers, each with the whole tensor and its replica id.
+
+    Megatron's replica id numbers the copies of the tensor by pipeline stage, tensor-parallel and data-parallel rank.
     """
     names = {id(tensor): name for name, tensor in canonical_tensors([stage]).items()}
     tensors, state = stage.state_dict(keep_vars=True), stage.sharded_state_dict(metadata=sharding_metadata())
@@ -108,7 +110,7 @@ def placed_chunks(stage: Any) -> Iterator[tuple[torch.Tensor, ParameterChunk, tu
 
 
 def sharding_metadata() -> dict[str, Any]:
-    """How Megatron names and splits what it saves; the same for every checkpoint that rlbatch reads or writes."""
+    """Metadata with which Megatron names and splits what it saves, equal for every checkpoint that rlbatch reads or writes."""
     return {"dp_cp_group": parallel.dp_cp_group(), "singleton_local_shards": False}
 
 

@@ -1,4 +1,4 @@
-"""Weights that were updated on the host go to the GPU through page-locked memory of bounded size, beside the update of the next ones."""
+"""Copies weights that were updated on the host to the GPU through page-locked memory of bounded size, beside the next update."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 BUFFER_BYTES = 64 * 2**20
-"""Of each of the two."""
+"""Size of each of the two buffers, bytes."""
 
 
 class CopyBack:
-    """Two buffers: one is filled, in the GPU's type, while the other is copied.
+    """Two buffers, of which one is filled, in the GPU's type, while the other is copied to the GPU.
 
     torch's own copy from fp32 on the host to bf16 on the GPU makes new memory for each tensor, and waits.
 
     Args:
-        memory: Of both.
-        stream: Of the copies; None: there is no GPU.
+        memory: Page-locked memory of both buffers.
+        stream: Stream of the copies; None if there is no GPU.
     """
 
     def __init__(self, memory: Tensor, stream: Any) -> None:
@@ -28,7 +28,7 @@ class CopyBack:
         self._turn = 0
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """``target`` becomes ``source``, once the stream is done; both contiguous and as long, ``source`` on the host."""
+        """Copies ``source``, on the host, into ``target``, complete once the stream is done. Both are contiguous and equally long."""
         size = len(self._buffers[0]) // target.element_size()
         for into, values in zip(target.view(-1).split(size), source.view(-1).split(size), strict=True):
             buffer = self._buffers[self._turn][: into.nbytes].view(into.dtype)

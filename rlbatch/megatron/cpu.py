@@ -1,4 +1,4 @@
-"""Megatron-core 0.16 without CUDA: gloo instead of NCCL, the host instead of the device. Nothing happens where CUDA is available.
+"""Runs Megatron-core without CUDA: gloo replaces NCCL, and the host the device. Nothing happens where CUDA is available.
 
 Megatron names the CUDA device literally in schedules, optimizer, dispatcher and random-number code. On a machine without one, these
 names are redirected to the host, so that the trainer that runs on GPUs is the trainer that a laptop and the tests run. Each
@@ -149,7 +149,7 @@ def _redirect_megatron() -> None:
 
 @contextlib.contextmanager
 def _fork_rng(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """``CudaRNGStatesTracker.fork`` on the one generator that the host has; Megatron's warns at every use that it changed."""
+    """Replaces ``CudaRNGStatesTracker.fork`` for the host's only generator; Megatron's own would warn at every use."""
     original, original_name = torch.get_rng_state(), self._current_state_name
     if original_name != "default-rng":
         self.states_[original_name] = original
@@ -166,7 +166,7 @@ def _fork_rng(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 
 def _emulate_uneven_gloo_collectives() -> None:
-    """Expert tensor parallelism gathers and reduce-scatters unequal token counts, which gloo cannot: pad, or reduce and cut."""
+    """Gathers and reduce-scatters unequal token counts for expert tensor parallelism, which gloo cannot, by padding or cutting."""
     import megatron.core.tensor_parallel.mappings as mappings
     import torch.distributed as dist
 

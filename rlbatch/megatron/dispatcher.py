@@ -1,5 +1,6 @@
-"""Tokens sent to their experts once for each rank, not once for each expert: less to send and to sort while ranks are fewer than a
-token's experts (``rlbatch.plan.layout.dispatcher``).
+"""Sends tokens to experts once for each rank, not once for each expert.
+
+That sends and sorts less while there are fewer ranks than experts of a token (``rlbatch.plan.layout.dispatcher``).
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ from torch.nn.functional import pad
 
 
 class GatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Megatron's all-gather dispatcher, for ranks whose packs differ in length: each is filled up to the longest.
+    """Megatron's all-gather dispatcher, for ranks whose packs differ in length: each pack is padded to the longest.
 
     Attributes:
-        rows: Tokens of the longest pack in its group of ranks, for all passes over these packs: also a pass that recomputes finds it.
-        is_fused: Whether Transformer Engine sorts the tokens: its kernels do not know that none may be for this rank.
+        rows: Tokens of the longest pack in this group of ranks; set for all passes over these packs, recomputation included.
+        is_fused: Whether Transformer Engine sorts the tokens; its kernels fail if this rank gets none.
     """
 
     rows: int
     is_fused: bool
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Gathers all ranks' tokens, with zeros behind the shorter packs, that no expert takes.
+        """Gathers the tokens of all ranks. Shorter packs are padded with zeros, which no expert takes.
 
         Args:
-            hidden_states: [T, hidden].
-            probs: [T, experts] fp32; ``routing_map`` is [T, experts] bool.
+            hidden_states: [T, hidden] tokens of this rank.
+            probs: [T, experts] fp32 routing weights; ``routing_map`` is [T, experts] bool.
 
         Returns:
-            [ranks x rows, hidden] and [ranks x rows, experts].
+            [ranks x rows, hidden] tokens and [ranks x rows, experts] routing weights.
         """
         self.tokens = len(hidden_states)
         fill = (0, 0, 0, self.rows - self.tokens)
@@ -48,10 +49,10 @@ class GatherDispatcher(MoEAllGatherTokenDispatcher):
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sorts what this rank's experts take by expert.
+        """Selects the tokens of this rank's experts, sorted by expert.
 
         Returns:
-            [R, hidden] tokens, [local experts] int64 how many each takes, and [R] routing weights.
+            [R, hidden] tokens, [local experts] int64 number of tokens of each expert, and [R] routing weights.
         """
         mine = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         self.hidden_shape_before_permute = hidden_states.shape
@@ -72,20 +73,20 @@ class GatherDispatcher(MoEAllGatherTokenDispatcher):
         return summed
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Sums each token's outputs over ranks, in the routing weights' fp32.
+        """Sums each token's outputs over ranks, in fp32 like the routing weights.
 
         Args:
-            hidden_states: [ranks x rows, hidden].
+            hidden_states: [ranks x rows, hidden] sums of each rank's experts.
 
         Returns:
-            [T, hidden] of this rank's tokens.
+            [T, hidden] outputs for this rank's tokens.
         """
         total = reduce_scatter_to_sequence_parallel_region(hidden_states.to(self.local_probs.dtype), group=self.tp_ep_group)
         return total[: self.tokens].to(hidden_states.dtype)
 
 
 def gather_tokens(stages: Iterable[torch.nn.Module]) -> list[GatherDispatcher]:
-    """Gives every MoE layer a ``GatherDispatcher`` in the place of the one that Megatron built, which it returns."""
+    """Replaces the dispatcher of every MoE layer by a ``GatherDispatcher``, and returns these."""
     layers = [module for stage in stages for module in stage.modules() if isinstance(module, MoELayer)]
     for layer in layers:
         layer.token_dispatcher = GatherDispatcher(layer.num_local_experts, layer.local_expert_indices, layer.config, layer.experts.groups)
@@ -93,10 +94,10 @@ def gather_tokens(stages: Iterable[torch.nn.Module]) -> list[GatherDispatcher]:
 
 
 def longest_pack(tokens: Sequence[int]) -> int:
-    """Tokens of the longest pack of all ranks among which experts are spread; a collective over these.
+    """Tokens of the longest pack on all ranks that share experts; a collective of these ranks.
 
     Args:
-        tokens: Of each of this rank's packs.
+        tokens: Number of tokens of each of this rank's packs.
     """
     longest = torch.tensor(max(tokens), device=torch.cuda.current_device())
     dist.all_reduce(longest, dist.ReduceOp.MAX, group=parallel_state.get_expert_tensor_and_model_parallel_group())

@@ -21,12 +21,14 @@ from rlbatch.kernels.choice import takes_triton
 from rlbatch.megatron.logprobs import add_product
 
 TILE, FILLING = 128 * 256, 512
-"""Numbers of a tile of a matrix product, and tiles with which one product keeps a GPU busy: four for each of an H200's processors."""
+"""Values in a tile of a matrix product, and number of tiles that keep a GPU busy: four for each of an H200's processors."""
 
 
 def _fill_a_gpu(tokens: int, weight: Tensor) -> bool:
-    """Whether the products of single experts do: cuBLAS then computes one after another, on an H200 at 672 to 694 TFLOP/s for Mixtral's,
-    where grouped products reach 571 to 590.
+    """Whether products of single experts are large enough to fill a GPU.
+
+    cuBLAS then computes them one after another, on an H200 at 672 to 694 TFLOP/s for Mixtral's sizes, where grouped products reach 571 to
+    590.
     """
     experts, rows, columns = weight.shape
     run = tokens / experts
@@ -34,9 +36,9 @@ def _fill_a_gpu(tokens: int, weight: Tensor) -> bool:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """[T, in] tokens sorted by expert, [E, out, in] weights and [E] int32 ends of each expert's run -> [T, out].
+    """Grouped product: [T, in] tokens sorted by expert, [E, out, in] weights and [E] int32 ends of experts' runs -> [T, out].
 
-    With the tokens of each expert on the host, one product after another.
+    If ``counts`` has the number of tokens of each expert, products are computed one after another.
     """
 
     @staticmethod
@@ -65,7 +67,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _products(left: Tensor, right: Tensor, ends: Tensor, counts: list[int] | None) -> Tensor:
-    """[T, k] rows sorted by expert, and [E, k, n] -> [T, n]."""
+    """Products of [T, k] rows, sorted by expert, with [E, k, n] matrices -> [T, n]."""
     if counts is None:
         return F.grouped_mm(left, right, offs=ends)
     products = left.new_empty(len(left), right.shape[2])
@@ -75,11 +77,11 @@ def _products(left: Tensor, right: Tensor, ends: Tensor, counts: list[int] | Non
 
 
 class StackedExperts(MegatronModule):
-    """Gated MLPs of this rank's experts.
+    """The gated MLPs of this rank's experts.
 
     Attributes:
-        gate_up: [local experts, 2 x ffn / etp, hidden]; for each expert the rank's rows of gate, then its rows of up.
-        down: [local experts, hidden, ffn / etp].
+        gate_up: [local experts, 2 x ffn / etp, hidden] weights; for each expert the rank's rows of gate, then its rows of up.
+        down: [local experts, hidden, ffn / etp] weights.
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None) -> None:
@@ -105,12 +107,12 @@ class StackedExperts(MegatronModule):
         """Applies each expert to its run of tokens.
 
         Args:
-            tokens: [T, hidden], sorted by expert.
-            tokens_per_expert: [local experts] int64.
-            probs: [T] routing weight of each token at its expert.
+            tokens: [T, hidden] tokens sorted by expert.
+            tokens_per_expert: [local experts] int64 number of tokens of each expert.
+            probs: [T] routing weight of each token for its expert.
 
         Returns:
-            [T, hidden] weighted outputs, and no bias.
+            [T, hidden] weighted outputs, and None for a bias.
         """
         if tokens.is_cuda and len(tokens):
             return self._grouped(tokens, tokens_per_expert, probs), None
@@ -141,17 +143,17 @@ class StackedExperts(MegatronModule):
         return torch.cat(outputs)
 
     def backward_dw(self) -> None:
-        """Megatron's hook for delayed weight gradients, which are not delayed here."""
+        """Does nothing: Megatron's hook for delayed weight gradients, which are not delayed here."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
-        """Both stacks as one global tensor each, [layers..., all experts, ...]: a checkpoint loads under any ep_size and etp_size.
+        """Both stacks as one global tensor each, [layers..., all experts, ...], so that a checkpoint loads under any ep_size and etp_size.
 
         The tensors are named and laid out as those of Megatron's own experts (``SequentialMLP``, ``TEGroupedMLP``), which read the same
         checkpoints.
 
         Args:
-            prefix: Of the names.
-            sharded_offsets: The layer's place among all layers, from Megatron.
+            prefix: Prefix of the names.
+            sharded_offsets: Place of the layer among all layers, from Megatron.
             metadata: Unused.
         """
         first = len(sharded_offsets)  # the expert dimension comes after Megatron's prepended ones

@@ -1,4 +1,4 @@
-"""Values that are infinite or NaN: found before they reach the optimizer, a checkpoint or an engine, and called by their names."""
+"""Finds values that are infinite or NaN before they reach the optimizer, a checkpoint or an engine, and names them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from rlbatch.api import ModelError
 from rlbatch.collectives import gathered
 
 MAX_GRADIENT_NORM = torch.finfo(torch.float32).max ** 0.5
-"""Above it squares, which Adam and the clipping take in float32, are infinite, and nothing is trained any more."""
+"""Largest usable gradient norm. Beyond it squares, which Adam and clipping compute in float32, are infinite, and nothing is trained."""
 
 EXPERT_STACK_DIMS = 3
-"""[experts, rows, columns]; every other parameter has fewer."""
+"""Dimensions of a stack of experts, [experts, rows, columns]; every other parameter has fewer."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token of this rank's packs whose values are not finite; or, if all are, the one with the steepest loss.
+    """A token of this rank's packs with values that are not finite or, if all are finite, the one with the largest.
 
     Attributes:
-        pack: Number of its pack.
-        position: In the pack.
-        values: Of the token, in the order in which one follows from the others.
+        pack: Index of its pack.
+        position: Position in the pack.
+        values: Name -> value of the token, in the order in which they are computed from each other.
     """
 
     pack: int
@@ -37,20 +37,20 @@ class Token:
 
     @property
     def broken(self) -> str:
-        """Name of the first value that is not finite; empty: all are."""
+        """Name of the first value that is not finite; empty if all are finite."""
         return next((name for name, value in self.values.items() if not math.isfinite(value)), "")
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Orders tokens of all ranks: the one whose rank is smaller was rather the cause."""
+        """Key that orders tokens of all ranks: the smallest is most likely the cause."""
         return (0.0,) if self.broken else (1.0, -max(map(abs, self.values.values())))
 
 
 def find_token(packs: Sequence[tuple[Mapping[str, Tensor], Tensor]]) -> Token | None:
-    """The first token of the packs with a value that is not finite, or the one with the largest; None: there are no tokens.
+    """The first token of the packs with a value that is not finite, or else the one with the largest; None if there are no tokens.
 
     Args:
-        packs: Of each pack its values, [T] each, and their positions in it, [T].
+        packs: For each pack, its values ([T] each, by name) and their positions in the pack, [T].
     """
     largest: Token | None = None
     for number, (values, positions) in enumerate(packs):
@@ -67,11 +67,11 @@ def find_token(packs: Sequence[tuple[Mapping[str, Tensor], Tensor]]) -> Token | 
 
 
 class NotFinite(ModelError):
-    """An update whose loss or gradients are not finite: raised on every rank, before anything was changed.
+    """An update whose loss or gradients are not finite; raised on every rank, before anything was changed.
 
     Attributes:
-        found: What is not, and of which parameter, in words; the same on every rank.
-        token: Of this rank; None: it computes no losses.
+        found: Text that names the values and the parameter; the same on every rank.
+        token: Token of this rank that may be the cause; None if the rank computes no losses.
     """
 
     def __init__(self, found: str, token: Token | None) -> None:
@@ -80,17 +80,17 @@ class NotFinite(ModelError):
 
 
 def any_rank(is_so: bool) -> bool:
-    """Whether it is so on any rank; a collective."""
+    """Whether ``is_so`` is true on any rank; a collective."""
     flag = torch.tensor([is_so], dtype=torch.int32, device=_device())
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
 
 
 def norm_of_all(shards: Iterable[Tensor]) -> float:
-    """Norm of all ranks' gradients, none left out (so that it may be larger than the model's): NaN or infinite if one is; a collective.
+    """Norm over all ranks' gradients, NaN or infinite if any value is; a collective. Values that several ranks hold count several times.
 
     Args:
-        shards: This rank's gradients, reduced.
+        shards: Reduced gradients of this rank.
     """
     norms = [torch.linalg.vector_norm(shard).double() for shard in shards]
     square = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=_device())
@@ -99,25 +99,25 @@ def norm_of_all(shards: Iterable[Tensor]) -> float:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all values of all tensors are; one pass over them, without memory."""
+    """Whether all values of all tensors are finite, found in one pass without further memory."""
     extremes = [torch.stack(tensor.detach().aminmax()).float() for tensor in tensors if tensor.numel() and tensor.is_floating_point()]
     return not extremes or bool(torch.stack([values.to(extremes[0].device) for values in extremes]).isfinite().all())
 
 
 class FiniteCheck:
-    """Looks for values that are infinite or NaN in what a rank holds. Every method is a collective.
+    """Searches the tensors of a rank for values that are infinite or NaN. Every method is a collective.
 
     Args:
         params: Global Megatron name -> parameter or buffer.
-        origin: Layer and Hugging Face names by that name, and of a stack of experts by the expert's place.
-        optimizer: Theirs; None: they have none.
+        origin: Returns layer and Hugging Face name for such a name and, in a stack of experts, the index of the expert.
+        optimizer: Optimizer of the parameters; None if they have none.
     """
 
     def __init__(self, params: Mapping[str, Tensor], origin: Callable[[str, int], tuple[int | None, str]], optimizer: Any = None) -> None:
         self._params, self._origin, self._optimizer = params, origin, optimizer
 
     def broken(self, *, with_optimizer: bool) -> str:
-        """The first weight, or value of the optimizer, in words, the same on every rank; empty: all are finite."""
+        """Text about the first weight or value of the optimizer that is not finite, the same on every rank; empty if all are finite."""
         held = [(name, "weights", tensor, 0) for name, tensor in self._params.items()]
         if with_optimizer:
             held += self._state()
@@ -127,7 +127,7 @@ class FiniteCheck:
         return next(found for found in gathered(mine) if found)
 
     def first_gradient(self) -> str:
-        """Names the parameter to which the backward pass came first, in words; if all gradients are finite, the one with the largest."""
+        """Text about the first parameter of the backward pass with a gradient that is not finite or, if all are, with the largest."""
         found: list[tuple[tuple[float, ...], str]] = [((-1.0,), "")]
         for order, (name, param) in enumerate(self._params.items()):
             gradient = getattr(param, "main_grad", None)
@@ -143,7 +143,7 @@ class FiniteCheck:
         return str(max(gathered(max(found)))[1])
 
     def _state(self) -> list[tuple[str, str, Tensor, int]]:
-        """This rank's parts of main weights and moments: name of the parameter, what they are, and where in it they begin."""
+        """Main weights and moments of this rank: name of the parameter, kind of value, tensor, and first element in the parameter."""
         names = {id(param): name for name, param in self._params.items()}
         held = []
         for optimizer in self._optimizer.chained_optimizers:
@@ -155,7 +155,7 @@ class FiniteCheck:
         return held
 
     def _words(self, name: str, what: str, tensor: Tensor, start: int = 0) -> str:
-        """E.g. ``lm_head.weight (rank 3), 2 of 64 weights``; of a stack of experts, the first expert that has any."""
+        """Text such as ``lm_head.weight (rank 3), 2 of 64 weights``; for a stack of experts it names the first broken expert."""
         broken, whole = ~tensor.detach().isfinite(), self._params[name]
         at = start + int(broken.flatten().int().argmax())
         layer, origin = self._origin(name, at // whole[0].numel() if whole.dim() == EXPERT_STACK_DIMS else 0)

@@ -1,4 +1,4 @@
-"""Memory of the gradient buffers: between an update and the next backward pass they hold nothing that is used again."""
+"""Frees the memory of gradient buffers, which hold nothing of use between an update and the next backward pass."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 
 class GradientMemory:
-    """Gives the buffers' storage back, and makes it anew. The buffers stay, and with them every parameter's view of its part.
+    """Frees and restores the storage of gradient buffers. The buffers remain, and with them every parameter's view of its part.
 
     Args:
         chunks: Model chunks of this rank; each has buffers for dense parameters and for experts.
-        optimizer: Theirs, which may still hold views of the last gradients.
+        optimizer: Optimizer of these chunks, which may still hold views of the last gradients.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: Any) -> None:
         self._chunks, self._optimizer = chunks, optimizer
 
     def release(self) -> None:
-        """Nothing may read a gradient before ``restore``; may be called again."""
+        """Frees the storage; may be called again. Nothing may read a gradient until ``restore``."""
         if not self.num_bytes:
             return
         self._optimizer.zero_grad()
@@ -36,14 +36,14 @@ class GradientMemory:
         torch.cuda.empty_cache()  # else a weight sync could copy into this memory, and the engine keep it open
 
     def restore(self) -> None:
-        """Zeros where there is no storage; gradients that are there stay."""
+        """Restores freed storage, filled with zeros; gradients that are in place are kept."""
         for buffer in self._buffers():
             if buffer.untyped_storage().nbytes() < buffer.nbytes:
                 buffer.untyped_storage().resize_(buffer.nbytes)
                 buffer.zero_()
 
     def shards(self) -> Iterator[Tensor]:
-        """What was reduced here: of every bucket this rank's part, which its optimizer takes."""
+        """Yields this rank's part of every bucket of reduced gradients, which its optimizer uses."""
         for chunk in self._chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 group = buffer.data_parallel_group
@@ -51,7 +51,7 @@ class GradientMemory:
 
     @property
     def num_bytes(self) -> int:
-        """What the buffers take now."""
+        """Bytes that the buffers take now."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers())
 
     def _buffers(self) -> Iterator[Tensor]:

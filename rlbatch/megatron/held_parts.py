@@ -1,4 +1,4 @@
-"""What a rank holds of a checkpoint's tensors, in parts of bounded size, each with the memory in which its values lie. Nothing is gathered.
+"""Finds a rank's parts of a checkpoint's tensors, in boxes of bounded size that are views of its memory. Nothing is gathered.
 
 Data-parallel ranks share a parameter's optimizer state by cutting buffers of gradients into runs, wherever they end. A run of an array's
 elements is a few boxes of it: as such a rank writes what it has, and any layout finds in whole tensors what it needs.
@@ -17,10 +17,10 @@ from torch import Tensor
 from rlbatch.megatron.checkpoint_chunks import ParameterChunk, placed_chunks
 
 PART_BYTES = 2**27
-"""Most of a part: a rank has one in a buffer."""
+"""Largest size of a part, bytes; a rank has one of them in a buffer."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""First index and size in each dimension."""
+"""First index and size of a box, in each dimension."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Part:
     """A box of one of a checkpoint's tensors.
 
     Attributes:
-        key: Of the tensor.
-        shape: Of the tensor.
-        start: Of the box in it.
-        values: The box, a view of memory of this rank, perhaps strided.
-        is_padded: As of ``ParameterChunk``.
+        key: Name of the tensor.
+        shape: Shape of the tensor.
+        start: First index of the box in the tensor.
+        values: Values of the box, a view of this rank's memory, perhaps strided.
+        is_padded: Whether the number of rows may differ, as in ``ParameterChunk``.
     """
 
     key: str
@@ -44,13 +44,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Run:
-    """What a rank's optimizer has of one parameter.
+    """The part of one parameter that a rank's optimizer holds.
 
     Attributes:
-        param: The parameter, of which it is the elements from ``first`` to before ``end``.
-        first: See there.
-        end: See there.
-        state: What the optimizer calls it -> main weights, moments (each as long as the run) and step count.
+        param: Parameter that the run is a part of.
+        first: Index of the run's first element in the flattened parameter.
+        end: Index behind its last element.
+        state: The optimizer's name -> main weights, moments (each as long as the run) and step count.
     """
 
     param: Tensor
@@ -59,25 +59,25 @@ class Run:
     state: Mapping[str, Any]
 
     def parts(self, chunk: ParameterChunk) -> Iterator[Part]:
-        """Main weights and moments, as far as they are in a chunk."""
+        """Yields the parts of main weights and moments that are in a chunk."""
         for name, values in self.state.items():
             if values.dim():  # a step count is no part
                 yield from parts(values, self.first, chunk, f"optimizer.state.{name}.{chunk.key}")
 
 
 def weights(stages: Iterable[Any]) -> Iterator[Part]:
-    """All weights and buffers of a rank's model chunks, also what other ranks hold too."""
+    """Yields all weights and buffers of a rank's model chunks, with those that other ranks hold too."""
     for stage in stages:
         for tensor, chunk, _ in placed_chunks(stage):
             yield from parts(tensor, 0, chunk, chunk.key)
 
 
 def written(stages: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[Part]:
-    """What a rank writes; all ranks together write everything once.
+    """Yields the parts that a rank writes. All ranks together write everything once.
 
     Args:
-        stages: Its model chunks.
-        optimizers: Its distributed optimizers, which divide main weights and moments; weights are divided as those are.
+        stages: Model chunks of the rank.
+        optimizers: Distributed optimizers of the rank, which divide main weights and moments; weights are divided alike.
     """
     held = {id(run.param): run for optimizer in optimizers for run in runs(optimizer)}
     for stage in stages:
@@ -91,20 +91,20 @@ def written(stages: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[Part]:
 
 
 def runs(optimizer: Any) -> Iterator[Run]:
-    """What this rank has of each parameter of a distributed optimizer, whose state exists."""
+    """Yields this rank's run of each parameter of a distributed optimizer, whose state must exist."""
     for param in getattr(optimizer, "model_param_group_index_map", ()):
         place = optimizer._get_model_param_range_map(param)["param"]
         yield Run(param, place.start, place.end, optimizer._get_main_param_and_optimizer_states(param))
 
 
 def parts(values: Tensor, first: int, chunk: ParameterChunk, key: str) -> Iterator[Part]:
-    """A run of a parameter's elements, as far as they are in a chunk.
+    """Yields the parts of a run of a parameter's elements that are in a chunk.
 
     Args:
-        values: The run, contiguous, of any shape.
-        first: Element of the parameter at which it begins.
-        chunk: A box of the parameter, and its place in a checkpoint's tensor.
-        key: Of that tensor.
+        values: Values of the run, contiguous, of any shape.
+        first: Index of the run's first element in the flattened parameter.
+        chunk: Box of the parameter, and its place in a checkpoint's tensor.
+        key: Name of that tensor.
     """
     run = values.detach().view(-1)
     strides = [math.prod(chunk.shape[axis + 1 :]) for axis in range(len(chunk.shape))]
@@ -118,7 +118,7 @@ def parts(values: Tensor, first: int, chunk: ParameterChunk, key: str) -> Iterat
 
 
 def boxes(first: int, end: int, shape: Sequence[int]) -> Iterator[Box]:
-    """A run of an array's elements, as boxes whose elements follow each other: less than two for each dimension."""
+    """Yields boxes whose elements in order are a run of an array's elements; fewer than two for each dimension."""
     if first >= end:
         return
     if not shape:
@@ -142,7 +142,7 @@ def _in_row(index: int, first: int, end: int, shape: Sequence[int]) -> Iterator[
 
 
 def divided(box: Box, itemsize: int, most: int | None = None) -> Iterator[Box]:
-    """A box in boxes of at most so many bytes (``PART_BYTES``), cut along the first dimensions; nothing if it is empty."""
+    """Yields the boxes of at most ``most`` bytes (None: ``PART_BYTES``) that make up a box, cut along its first dimensions."""
     start, size = box
     nbytes, most = math.prod(size) * itemsize, most or PART_BYTES
     axis = next((axis for axis, length in enumerate(size) if length > 1), None)
@@ -157,7 +157,7 @@ def divided(box: Box, itemsize: int, most: int | None = None) -> Iterator[Box]:
 
 
 def _common(one: Box, other: Box) -> Box:
-    """What two boxes share; of size 0 if nothing."""
+    """The box that two boxes share; of size 0 if they share nothing."""
     start = tuple(map(max, one[0], other[0]))
     ends = (min(a + m, b + n) for a, m, b, n in zip(*one, *other, strict=True))
     return start, tuple(max(0, end - low) for end, low in zip(ends, start, strict=True))

@@ -1,4 +1,4 @@
-"""Host memory for what leaves the accelerator: of exact size, page-locked, for as long as somebody has it.
+"""Allocates host memory for tensors that leave the accelerator: of exact size and page-locked, freed with its last user.
 
 torch's own page-locked memory is rounded up to powers of two, and what is freed stays with it: a third more, and twice where sizes change.
 """
@@ -23,24 +23,24 @@ from rlbatch.launch.preflight.node_facts import GIB
 from rlbatch.launch.ranks.host_memory import host_memory
 
 THREADS, PART = 8, 64 * 2**20
-"""That make pages, and bytes that each makes at once: so few that torch takes no threads of its own."""
+"""Number of threads that make pages, and bytes that each makes at a time, so few that torch uses no threads of its own."""
 
 
 class HostMemory:
-    """What this rank has been given.
+    """The host memory that this rank was given.
 
     Args:
-        key: Who asks, for messages: a config key with its value.
+        key: Config key with its value, which messages name as the one that asks.
 
     Attributes:
-        num_bytes: Of all together.
+        num_bytes: Total size of the memory, bytes.
     """
 
     def __init__(self, key: str) -> None:
         self._key, self.num_bytes = key, 0
 
     def take(self, num_bytes: int, *, is_pinned: bool) -> Tensor:
-        """New memory, near the GPU; see ``MemoryHandles.host_memory``."""
+        """Allocates memory near the GPU; see ``MemoryHandles.host_memory``."""
         if num_bytes > host_memory()[1]:
             raise self._missing(num_bytes)
         if not num_bytes:
@@ -67,7 +67,7 @@ class HostMemory:
         )
 
     def _lock(self, tensor: Tensor) -> int:
-        """Makes its pages, which come from the memory of the cores that this thread runs on, and locks them."""
+        """Creates the pages of a tensor in memory near the cores that this thread runs on, locks them, and returns their address."""
         _make_pages(tensor)
         if code := int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
             _, free = host_memory()
@@ -80,16 +80,16 @@ class HostMemory:
 
 
 def _make_pages(memory: Tensor) -> None:
-    """With several threads, since the system clears each page: to lock pages that are not there makes them with one."""
+    """Creates the pages of memory with several threads, as the system clears each page; locking missing pages would use one thread."""
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(lambda first: memory[first : first + PART : mmap.PAGESIZE].zero_(), range(0, memory.nbytes, PART)))
 
 
 class _Memory(mmap.mmap):
-    """Unlocks its pages before it gives them back: else the driver would refuse to lock others at their address.
+    """Memory that unlocks its pages before it is freed, as the driver would else refuse to lock others at their address.
 
     Attributes:
-        locked: Where they begin; 0: they are not locked.
+        locked: Address of the locked pages; 0 if they are not locked.
     """
 
     locked = 0
@@ -103,7 +103,7 @@ class _Memory(mmap.mmap):
 
 
 def near_cores(gpu: Any, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
-    """Cores of this process that are on a GPU's NUMA node, by its device properties; empty: not known, or none of them is."""
+    """Cores of this process that are on a GPU's NUMA node, given the GPU's properties; empty if there are none, or it is not known."""
     with suppress(OSError, ValueError, AttributeError):
         place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         listed = (devices / place / "local_cpulist").read_text().strip()
@@ -114,7 +114,7 @@ def near_cores(gpu: Any, devices: Path = Path("/sys/bus/pci/devices")) -> set[in
 
 @contextmanager
 def _on_cores(cores: set[int]) -> Iterator[None]:
-    """Lets this thread run on these cores alone; on all that it may, if there are none, or nobody may choose."""
+    """Runs this thread on these cores alone in the block; on all it may use if there are none, or if that is forbidden."""
     before = os.sched_getaffinity(0)
     with suppress(OSError):  # some containers forbid it
         os.sched_setaffinity(0, cores or before)

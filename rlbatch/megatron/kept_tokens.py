@@ -1,4 +1,4 @@
-"""Log-probs over a part of the vocabulary: where an engine chose each token from some alone (top-p, top-k), so does the trainer.
+"""Log-probs over the part of the vocabulary that an engine chose each token from (top-p, top-k), so that the trainer uses the same.
 
 Without that the ratio of the two would be wrong by the probability of what was left out: DeepSeek-V3.2 (arXiv 2512.02556), section 3.1,
 "keep sampling mask".
@@ -16,11 +16,11 @@ from rlbatch.api import KeptTokens
 
 
 def at_positions(kept: KeptTokens, positions: Tensor) -> KeptTokens:
-    """What was kept at some positions, in their order.
+    """The kept tokens at some positions, in their order.
 
     Args:
-        kept: Of [T] positions.
-        positions: [P] int64.
+        kept: Kept tokens of [T] positions.
+        positions: [P] int64 positions.
     """
     counts, starts = kept.counts.cpu()[positions], (kept.counts.cumsum(0) - kept.counts).cpu()[positions]
     # Places in ``ids``: from each position's start on, as many as it has.
@@ -34,8 +34,8 @@ class KeptColumns:
 
     Attributes:
         ids: [K] int64 token ids, on the device.
-        counts: [T] int64 on the device; 0: the whole vocabulary.
-        bounds: T + 1 places in ``ids``, where each position begins.
+        counts: [T] int64 number of kept tokens at each position, on the device; 0: the whole vocabulary.
+        bounds: T + 1 indices in ``ids`` at which each position begins, and the end.
         first: Id of this rank's first column.
     """
 
@@ -46,16 +46,16 @@ class KeptColumns:
 
     @classmethod
     def of(cls, kept: KeptTokens, first: int, device: torch.device) -> KeptColumns:
-        """Moves them to the device, where nothing waits for them."""
+        """Moves kept tokens to the device; no later use has to wait for it."""
         bounds = pad(kept.counts.cumsum(0), (1, 0)).tolist()
         return cls(kept.ids.to(device=device, dtype=torch.int64), kept.counts.to(device), bounds, first)
 
     def left_out(self, start: int, shape: torch.Size) -> Tensor:
-        """[C, V / TP] bool: columns that were not kept.
+        """[C, V / TP] bool, whether a column was not kept.
 
         Args:
-            start: Of the chunk, among the T positions.
-            shape: Of its logits.
+            start: First position of the chunk, among the T positions.
+            shape: Shape of the chunk's logits.
         """
         size, columns = shape
         begin, end = self.bounds[start], self.bounds[start + size]

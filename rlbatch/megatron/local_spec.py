@@ -1,4 +1,4 @@
-"""The layer spec without Transformer Engine: Megatron's local modules, save those that do not work packed, in parallel or on a host."""
+"""The layer spec without Transformer Engine: Megatron's local modules, except those that fail for packs, in parallel or on a host."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlbatch.megatron.names import checkpoint_names
 from rlbatch.megatron.router import Router
 
 LATENT_EPSILON = 1e-6
-"""Epsilon of both norms in multi-latent attention: DeepSeek's code (and transformers') leaves it there, whatever ``rms_norm_eps`` says."""
+"""Epsilon of both norms in multi-latent attention, which DeepSeek's code (and transformers') does not take from ``rms_norm_eps``."""
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, marked so that Megatron sums its gradient over sequence-parallel ranks (``WrappedTorchNorm`` refuses them)."""
+    """torch's RMSNorm, marked so that Megatron sums its gradient over sequence-parallel ranks, which ``WrappedTorchNorm`` refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -28,7 +28,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LatentNorm(RMSNorm):
-    """``RMSNorm`` of a compressed query, or of compressed keys and values."""
+    """``RMSNorm`` for a compressed query, or for compressed keys and values, with an epsilon of its own."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **unused: Any) -> None:
         super().__init__(config, hidden_size, eps=LATENT_EPSILON)
@@ -38,7 +38,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     """The layers of one pipeline stage (and virtual stage), from Megatron's spec.
 
     Args:
-        config: Of the model; model-parallel groups exist already.
+        config: Config of the model; model-parallel groups must exist.
         vp_stage: Chunk of an interleaved pipeline; None without one.
 
     Returns:

@@ -1,4 +1,4 @@
-"""All logits of a pack, for comparisons: training keeps them in chunks and never has them whole."""
+"""Computes all logits of a pack, for comparisons. Training computes them in chunks, and never has all at once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def logits(trainer: Trainer, microbatch: Microbatch) -> Tensor:
     """Computes the logits of a whole pack, without context parallelism and interleaving; a collective.
 
     Args:
-        trainer: Whose model.
-        microbatch: Its tokens and where sequences begin.
+        trainer: Trainer with the model.
+        microbatch: Pack with the tokens and the bounds of sequences.
 
     Returns:
-        [T, padded vocabulary] float32, on every rank.
+        [T, padded vocabulary] float32 logits, on every rank.
     """
     bounds = microbatch.cu_seqlens.tolist()
     lengths = [end - start for start, end in pairwise(bounds)]

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropy of given tokens: vocabulary-parallel, a chunk of tokens at a time.
+"""Computes log-probabilities and entropy of given tokens, vocabulary-parallel and a chunk of tokens at a time.
 
-Each chunk's logits are made, reduced and made again in the backward pass, so the extra memory is O(chunk x V / TP), whatever the length
-of the pack. Where there is room for all of them, they stay.
+Each chunk's logits are computed, reduced, and computed again in the backward pass, so the extra memory is O(chunk x V / TP) for packs of
+any length. Where there is room, the logits of all chunks are kept instead.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from rlbatch.kernels.softmax import kernels, log_softmax
 from rlbatch.megatron.kept_tokens import KeptColumns
 
 PADDING = -1e30
-"""Logit of a column that is no token, or could not be chosen, at temperatures of 1 or more: no probability. Below, it is as much smaller,
-to be finite then.
+"""Logit of columns without probability, which are no tokens or could not be chosen, at temperatures of 1 or more.
+
+At lower temperatures it is multiplied by the temperature, so that it stays finite when divided by it.
 """
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """``chunked_logprobs``: the output layer's gradient is added up in fp32, over chunks, and straight into the parameter's where it may.
+    """Autograd function of ``chunked_logprobs``. The output layer's gradient is summed over chunks in fp32, in place if it may be.
 
-    A sum over chunks in the weight's bf16 would round each of its steps: the gradient would depend on the chunk.
+    A sum in the weight's bf16 would round at each chunk, so that the gradient would depend on the chunk size.
     """
 
     @staticmethod
@@ -62,7 +63,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 
 
 def _have_room(nbytes: int, device: torch.device) -> bool:
-    """Whether the logits of a whole pack may stay until its backward pass, which the last stage runs at once: in half of what is free."""
+    """Whether half of the free memory holds a pack's logits until its backward pass, which follows at once on the last stage."""
     if device.type != "cuda":
         return False
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -71,7 +72,7 @@ def _have_room(nbytes: int, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class _OutputLayer:
-    """What ``chunked_logprobs`` is told, and how many of this rank's rows are tokens."""
+    """Arguments of ``chunked_logprobs``, with the number of this rank's rows that are tokens (``valid``)."""
 
     temperature: float
     chunk_tokens: int
@@ -83,19 +84,19 @@ class _OutputLayer:
     kernels: Any
 
     def chunks(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Cuts tensors into chunks: where each begins, and its part of each tensor."""
+        """Cuts tensors into chunks: yields the start of each, and its part of every tensor."""
         parts = zip(*(tensor.split(self.chunk_tokens) for tensor in tensors), strict=True)
         return zip(range(0, len(tensors[0]), self.chunk_tokens), parts, strict=True)
 
     def logits(self, hidden: Tensor, weight: Tensor, start: int) -> Tensor:
-        """[C, padded V / TP], of the positions from ``start`` on."""
+        """[C, padded V / TP] logits of the positions from ``start`` on."""
         logits, nothing = F.linear(hidden, weight), PADDING * min(self.temperature, 1.0)
         logits[:, self.valid :] = nothing
         return logits if self.kept is None else logits.masked_fill_(self.kept.left_out(start, logits.shape), nothing)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right`` without rounding to the factors' precision in between."""
+    """Adds ``left @ right`` to ``total`` without rounding the product to the factors' precision."""
     if left.is_cuda and left.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # as fast as into bf16
     else:
@@ -115,24 +116,24 @@ def chunked_logprobs(
     kept: KeptTokens | None = None,
     owns_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Output layer, softmax and selection, ``chunk_tokens`` at a time.
+    """Computes output layer, softmax and selection for ``chunk_tokens`` tokens at a time.
 
-    Without ``owns_weight`` the backward pass takes a matrix of the weight's size in fp32 besides.
+    Without ``owns_weight``, the backward pass also takes a matrix of the weight's size in fp32.
 
     Args:
-        hidden: [T, hidden], the same on all ranks of ``group`` (its gradient is this rank's part: reduce it before).
-        weight: [padded V / TP, hidden], this rank's rows of the output layer.
-        targets: [T] int64.
-        temperature: Divides the logits.
-        chunk_tokens: Tokens whose logits exist at once; values and gradients do not depend on it.
-        vocab_size: Real vocabulary; columns beyond it take no probability.
-        first: Id of this rank's first row.
-        group: Tensor-parallel group.
-        kept: What each target was chosen from; both results are of the distribution over these. None: the whole vocabulary.
-        owns_weight: Nothing else computes with ``weight``: its gradient may go straight into its ``main_grad``.
+        hidden: [T, hidden] inputs, the same on all ranks of ``group``. Their gradient is this rank's part, which the caller reduces.
+        weight: [padded V / TP, hidden] rows of the output layer on this rank.
+        targets: [T] int64 token ids.
+        temperature: Number that the logits are divided by.
+        chunk_tokens: Number of tokens whose logits exist at once; values and gradients do not depend on it.
+        vocab_size: Size of the real vocabulary; columns beyond it take no probability.
+        first: Token id of this rank's first row.
+        group: Tensor-parallel process group.
+        kept: Tokens that each target was chosen from, which both results are then restricted to; None: the whole vocabulary.
+        owns_weight: Whether nothing else computes with ``weight``, so that its gradient may go straight into ``main_grad``.
 
     Returns:
-        [T] log-probability and [T] entropy, float32 nats.
+        [T] float32 log-probabilities and [T] float32 entropies, nats.
     """
     valid = max(0, min(weight.shape[0], vocab_size - first))
     columns = None if kept is None else KeptColumns.of(kept, first, hidden.device)

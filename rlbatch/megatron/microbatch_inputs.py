@@ -1,4 +1,4 @@
-"""A microbatch as the model needs it: aligned with predictions, on the device, this context-parallel rank's part.
+"""Prepares a microbatch for the model: aligned with predictions, on the device, with this context-parallel rank's part.
 
 ``Microbatch`` follows the convention that position t holds what concerns ``token_ids[t]``. The model predicts token t + 1 at position
 t, so every per-token tensor is rolled by one, before context parallelism slices it. The first token of each sequence is masked, so
@@ -29,11 +29,11 @@ PER_TOKEN = (
     "ref_logprobs",
     "lags",
 )
-"""Fields of a ``Microbatch`` that concern single tokens, and what the loss sees of them."""
+"""Fields of a ``Microbatch`` that have a value for each token, and are shifted with the predictions."""
 
 
 def padded_to(microbatch: Microbatch, tokens: int) -> Microbatch:
-    """The microbatch with one more, fully masked sequence that makes it ``tokens`` long; itself if it is."""
+    """The microbatch, extended to ``tokens`` tokens by one more, fully masked sequence where it is shorter."""
     missing = tokens - len(microbatch.token_ids)
     if missing == 0:
         return microbatch
@@ -55,17 +55,17 @@ def padded_to(microbatch: Microbatch, tokens: int) -> Microbatch:
 
 @dataclass(frozen=True)
 class MicrobatchInputs:
-    """T_local = T / cp_size tokens.
+    """The inputs of model and loss for a context-parallel rank's T_local = T / cp_size tokens.
 
     Attributes:
-        token_ids: [T_local] inputs.
-        position_ids: [T_local] position in the token's sequence.
-        targets: [T_local] the next token.
-        cu_seqlens: [N+1] int32, of the whole pack.
-        longest: Tokens of the longest sequence.
-        microbatch: The loss's inputs, [T_local], aligned with ``targets``; but its routes, which are of ``token_ids``.
-        select: [T_local] indices into the whole pack.
-        cp_group: Ranks that share the pack.
+        token_ids: [T_local] input tokens.
+        position_ids: [T_local] position of each token in its sequence.
+        targets: [T_local] next token of each.
+        cu_seqlens: [N+1] int32 bounds of sequences in the whole pack.
+        longest: Number of tokens of the longest sequence.
+        microbatch: Inputs of the loss, [T_local], aligned with ``targets``, except routes, which are aligned with ``token_ids``.
+        select: [T_local] index of each token in the whole pack.
+        cp_group: Process group of the ranks that share the pack.
     """
 
     token_ids: Tensor
@@ -79,12 +79,12 @@ class MicrobatchInputs:
 
     @classmethod
     def of(cls, microbatch: Microbatch, device: Any, cp_group: Any) -> MicrobatchInputs:
-        """Shifts, moves and slices.
+        """Shifts a pack by one token, takes this rank's part, and moves it to the device.
 
         Args:
-            microbatch: The whole pack; sequence lengths are multiples of 2 x cp_size if cp_size > 1.
-            device: Where the model is.
-            cp_group: Context-parallel group.
+            microbatch: Whole pack; sequence lengths are multiples of 2 x cp_size if cp_size > 1.
+            device: Device of the model.
+            cp_group: Context-parallel process group.
         """
         bounds = microbatch.cu_seqlens.tolist()
         lengths = [end - start for start, end in pairwise(bounds)]
@@ -119,24 +119,24 @@ class MicrobatchInputs:
 
     @property
     def local_tokens(self) -> int:
-        """T_local."""
+        """Number of tokens of this rank, T_local."""
         return len(self.token_ids)
 
     @property
     def target_positions(self) -> Tensor:
-        """[T_local] where ``targets`` are in the whole pack."""
+        """[T_local] index of each of ``targets`` in the whole pack."""
         return (self.select + 1) % int(self.cu_seqlens[-1])
 
     def over_ranks(self, values: Tensor) -> Tensor:
-        """The sum of ``values`` over the ranks that share the pack; a collective over CP, as its backward pass is."""
+        """Sums ``values`` over the ranks that share the pack; a collective over CP, in the backward pass too."""
         return values if self.cp_group.size() == 1 else _SumOverRanks.apply(values, self.cp_group)  # type: ignore[no-any-return]
 
     def restore(self, values: Tensor) -> Tensor:
-        """[T_local] values aligned with ``targets`` -> [T] aligned with the whole pack's tokens, on the host; a collective over CP."""
+        """Turns [T_local] values aligned with ``targets`` into [T] aligned with the pack's tokens, on the host; a collective over CP."""
         return self.whole(values).roll(1, 0)
 
     def whole(self, values: Tensor) -> Tensor:
-        """[T_local, ...] values of ``token_ids`` -> [T, ...] of the whole pack's, on the host; a collective over CP."""
+        """Turns [T_local, ...] values aligned with ``token_ids`` into [T, ...] of the whole pack, on the host; a collective over CP."""
         size = self.cp_group.size()
         if size == 1:
             return values.detach().cpu()
@@ -148,7 +148,7 @@ class MicrobatchInputs:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """An all-reduce in both directions: each rank's sum is part of every rank's loss, and the losses of all ranks are added up."""
+    """All-reduce in both directions: each rank's sum is part of every rank's loss, and the losses of all ranks are added up."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Megatron's GPTModel for one layout: the Transformer config, the layer spec, and a last stage that returns log-probs instead of logits."""
+"""Megatron's GPTModel for one layout: its config, its layer spec, and a last stage that returns log-probs instead of logits."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from rlbatch.plan.layout import dispatcher
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SPLIT_DIM = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
-"""Which dimension of a module's weight tensor parallelism splits."""
+"""Module class -> dimension of its weight that tensor parallelism splits."""
 EXTRA_STATE = "_extra_state"
-"""How Transformer Engine's modules name what they hold beside tensors."""
+"""Name under which Transformer Engine's modules store state other than tensors."""
 
 
 class PolicyModel(GPTModel):
-    """A pipeline stage of the policy. With ``labels``, the last stage returns [2, T] float32: log-prob of each label, entropy.
+    """A pipeline stage of the policy. With ``labels``, the last stage returns [2, T] float32: log-prob of each label, and entropy; nats.
 
     Attributes:
-        temperature: Divides the logits.
-        chunk_tokens: Tokens whose logits exist at once.
-        unpadded_vocab_size: Columns of the output layer that are real.
-        kept: What each label of the next forward pass was chosen from; None: the whole vocabulary.
+        temperature: Number that the logits are divided by.
+        chunk_tokens: Number of tokens whose logits exist at once.
+        unpadded_vocab_size: Number of real columns of the output layer.
+        kept: Tokens that each label of the next forward pass was chosen from; None: the whole vocabulary.
     """
 
     temperature: float = 1.0
@@ -50,7 +50,7 @@ class PolicyModel(GPTModel):
     kept: KeptTokens | None = None
 
     def _set_attention_backend(self) -> None:
-        """Nothing: Transformer Engine reads NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN itself; Megatron fixes their values."""
+        """Does nothing: Transformer Engine reads NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN, which Megatron would overwrite."""
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Leaves out Transformer Engine's extra states: they are empty without fp8, and a checkpoint must load under either layer spec."""
@@ -85,19 +85,19 @@ class PolicyModel(GPTModel):
 
 
 def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str, *, transformer_engine: bool = False) -> TransformerConfig:
-    """Megatron's config: the family's architecture, the layout, and what reinforcement learning and this code path fix.
+    """Megatron's config: the family's architecture, the layout, and settings that are fixed for reinforcement learning and this code.
 
     Args:
-        family: Architecture.
-        layout: Degrees and recomputation, already checked.
+        family: Family with the architecture.
+        layout: Sizes and recomputation, which were checked.
         precision: ``fp32`` or ``bf16``.
-        transformer_engine: Which layer spec ``build_model`` takes.
+        transformer_engine: Whether ``build_model`` uses Transformer Engine's layer spec.
 
     Returns:
-        The config of every pipeline stage.
+        Config of every pipeline stage.
 
     Raises:
-        ConfigError: DeepEP is asked for and not installed.
+        ConfigError: DeepEP is configured but not installed.
     """
     is_flex = dispatcher(layout, family) == "flex"
     if is_flex and importlib.util.find_spec("deep_ep") is None:
@@ -164,19 +164,19 @@ def transformer_config(family: ModelFamily, layout: LayoutConfig, precision: str
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """The next multiple of ``tp_size``."""
+    """The vocabulary size, rounded up to a multiple of ``tp_size``."""
     return -(-vocab_size // tp_size) * tp_size
 
 
 def build_model(config: TransformerConfig, family: ModelFamily) -> list[PolicyModel]:
-    """This rank's pipeline stage, uninitialised.
+    """Builds this rank's pipeline stage, with uninitialised weights.
 
     Args:
-        config: From ``transformer_config``; model-parallel groups exist already.
-        family: Vocabulary, RoPE base and tying.
+        config: Config from ``transformer_config``; model-parallel groups must exist.
+        family: Family with vocabulary, RoPE base and tying.
 
     Returns:
-        The model chunks of this rank: one, or ``layout.vpp_size`` under an interleaved pipeline.
+        Model chunks of this rank: one, or ``layout.vpp_size`` in an interleaved pipeline.
     """
     chunks = config.virtual_pipeline_model_parallel_size
     return [_build_chunk(config, family, index) for index in range(chunks)] if chunks else [_build_chunk(config, family, None)]
@@ -208,8 +208,10 @@ def _build_chunk(config: TransformerConfig, family: ModelFamily, vp_stage: int |
 
 
 def _mark_split_weights(model: torch.nn.Module) -> None:
-    """Says which weights tensor parallelism splits. Megatron says so only where it initialises them, and would take the others for copies
-    of rank 0's, which the gradient norm (and so the clipping) leaves out.
+    """Marks the weights that tensor parallelism splits.
+
+    Megatron marks them only where it initialises them. It would take the others for copies of rank 0's, which the gradient norm (and so the
+    clipping) leaves out.
     """
     for module in model.modules():
         dim = next((dim for kind, dim in SPLIT_DIM.items() if isinstance(module, kind)), None)

@@ -1,8 +1,8 @@
-"""Names of parameters: one canonical name each, whatever the layer spec and the pipeline stage.
+"""Names of parameters: one canonical name for each, whatever the layer spec and the pipeline stage.
 
-Canonical are the local spec's names with layer indices that count from the first pipeline stage; a family's mappings are written in them.
-Transformer Engine's fused modules hold the norm's weight inside the linear layer behind it. Checkpoints hold the names that Megatron's
-Transformer Engine spec gives: what one spec wrote, the other reads.
+Canonical names are those of the local spec, with layer indices counted from the first pipeline stage; a family's mappings use them.
+Transformer Engine's fused modules have a norm's weight in the linear layer behind it. Checkpoints use the names of Megatron's Transformer
+Engine spec, so that each spec reads what the other wrote.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _FUSED = {
 
 
 def checkpoint_names(config: TransformerConfig, *, has_experts: bool) -> dict[str, str]:
-    """What a layer of the local spec is called in a checkpoint, where that differs: ``sharded_state_dict_keys_map``.
+    """Renames a local-spec layer's tensors in checkpoints (``sharded_state_dict_keys_map``): local prefix -> prefix in the checkpoint.
 
     Args:
-        config: Of the model.
+        config: Config of the model.
         has_experts: Whether the layer has experts, whose router needs the norm before the MLP unfused.
     """
     fused = {"self_attention.q_layernorm.", "self_attention.kv_layernorm."} if config.multi_latent_attention else {"input_layernorm."}
@@ -37,10 +37,10 @@ def checkpoint_names(config: TransformerConfig, *, has_experts: bool) -> dict[st
 
 
 def canonical_tensors(stages: list[Any]) -> dict[str, Tensor]:
-    """This rank's parameters, and the buffers that checkpoints hold, under their canonical names.
+    """This rank's parameters, and the buffers that checkpoints hold, by their canonical names.
 
     Args:
-        stages: Its model chunks.
+        stages: Model chunks of this rank.
     """
     named: dict[str, Tensor] = {}
     for stage in stages:
@@ -71,20 +71,20 @@ _LOCAL = {
     ".self_attention.linear_q_up_proj.layer_norm_": ".self_attention.q_layernorm.",
     ".self_attention.linear_kv_up_proj.layer_norm_": ".self_attention.kv_layernorm.",
 }
-"""Names of norms under the Transformer Engine spec, which our checkpoints have -> under the local spec."""
+"""Name of a norm in checkpoints, which is the Transformer Engine spec's -> its name under the local spec."""
 
 
 def local_name(key: str) -> str:
-    """What Megatron's local spec calls a tensor of a checkpoint, where that differs; else the empty string."""
+    """Name of a checkpoint's tensor under Megatron's local spec, where that differs; else empty."""
     return next((key.replace(name, other) for name, other in _LOCAL.items() if name in key), "")
 
 
 def extra_states(key: str, shape: tuple[int, ...]) -> Iterator[str]:
-    """Keys of the objects that the module of a weight, and attention with it, hold in a checkpoint: nothing but None without fp8.
+    """Yields the keys of a module's extra states in a checkpoint, and of attention's with it, which are all None without fp8.
 
     Args:
-        key: Of the weight.
-        shape: Of it in the checkpoint: layers and experts first.
+        key: Key of the module's weight.
+        shape: Shape of the weight in the checkpoint, with layers and experts first.
     """
     module, dot, leaf = key.rpartition(".")
     if not dot or leaf != "weight" or module in ("embedding.word_embeddings", "output_layer"):

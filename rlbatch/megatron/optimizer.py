@@ -1,4 +1,4 @@
-"""Megatron's distributed optimizer and its learning-rate schedule, from our config keys."""
+"""Builds Megatron's distributed optimizer and its learning-rate schedule from our config keys."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rlbatch.megatron.model import DTYPES
 from rlbatch.megatron.parallel import end_with_groups
 
 BUCKET_SIZE: int | None = None
-"""Parameters that are reduced at once where that overlaps; None: Megatron's 40 million, or a million for each data-parallel rank."""
+"""Parameters in a bucket, which is reduced at once if overlapped; None: Megatron's 40 million, or a million a data-parallel rank."""
 
 
 def wrap_data_parallel(config: Any, chunks: list[Any], *, overlap: bool) -> list[DistributedDataParallel]:
-    """Gradient buffers in fp32, reduce-scattered over data-parallel ranks for the distributed optimizer.
+    """Wraps model chunks with fp32 gradient buffers, which are reduce-scattered over data-parallel ranks for the distributed optimizer.
 
     Args:
-        config: Megatron's, of all chunks.
-        chunks: Of this rank's stage.
-        overlap: Whether a bucket is reduced as soon as the last microbatch's backward pass has been through it.
+        config: Megatron's config of all chunks.
+        chunks: Model chunks of this rank's stage.
+        overlap: Whether each bucket is reduced as soon as the last microbatch's backward pass has filled it.
     """
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap, bucket_size=BUCKET_SIZE
@@ -39,7 +39,7 @@ def wrap_data_parallel(config: Any, chunks: list[Any], *, overlap: bool) -> list
 
 
 def optimizer_spec(config: OptimizerConfig, precision: str) -> OptimizerSpec:
-    """Arguments of Megatron's ``OptimizerConfig``, before the offload strategy has seen them."""
+    """Arguments for Megatron's ``OptimizerConfig``, which the offload strategy may still change."""
     return OptimizerSpec(
         {
             "optimizer": config.name,
@@ -58,12 +58,12 @@ def optimizer_spec(config: OptimizerConfig, precision: str) -> OptimizerSpec:
 
 
 def build_optimizer(spec: OptimizerSpec, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """The distributed optimizer: one for dense parameters, one for experts, chained."""
+    """Builds the distributed optimizer: one for dense parameters and one for experts, chained."""
     return get_megatron_optimizer(MegatronOptimizerConfig(**spec.arguments), chunks, use_gloo_process_groups=False)
 
 
 def build_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, steps: int) -> OptimizerParamScheduler:
-    """The learning rate, in units of steps: linear warm-up from 0, then the chosen decay, to ``min_lr`` one step after the last."""
+    """Builds the learning rate's schedule, in steps: linear warm-up from 0, then a decay to ``min_lr`` one step after the last."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -80,7 +80,7 @@ def build_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, steps:
 
 
 def held_state(optimizer: Any) -> Iterator[Tensor]:
-    """Main weights, moments and step counts of a rank, wherever they are; some maybe twice."""
+    """Main weights, moments and step counts of a rank, on any device; some may come twice."""
     for one in optimizer.chained_optimizers:
         for group in one.shard_fp32_from_float16_groups:
             yield from (main for main in group if main is not None)

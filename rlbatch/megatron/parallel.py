@@ -1,4 +1,4 @@
-"""Model-parallel process groups, and where this rank stands in them."""
+"""Model-parallel process groups, and this rank's place in them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from rlbatch.weights.params import ParallelGroups
 _copies: dist.ProcessGroup | None = None
 _ranks_per_node = 1
 _models: WeakSet[Any] = WeakSet()
-"""Megatron's ``DistributedDataParallel`` that use the groups."""
+"""Megatron's ``DistributedDataParallel`` modules that use the groups."""
 
 
 def initialize_groups(layout: LayoutConfig, seed: int, ranks_per_node: int = 1) -> None:
-    """Creates Megatron's groups (again, if there were others) and ``ParallelGroups.copies``, and seeds Megatron's random-number states; a
-    collective.
+    """Creates Megatron's groups and ``ParallelGroups.copies``, in place of earlier ones, and seeds Megatron's random numbers; a collective.
 
     Args:
-        layout: Degrees, already checked.
-        seed: Of the trainer's random numbers; generation has its own.
-        ranks_per_node: Consecutive ranks that are on one node, beginning with a multiple of it.
+        layout: Layout that was checked.
+        seed: Seed of the trainer's random numbers; generation has its own.
+        ranks_per_node: Number of consecutive ranks on one node, the first of which is a multiple of it.
     """
     global _copies, _ranks_per_node
     if parallel_state.model_parallel_is_initialized():
@@ -48,7 +47,7 @@ def initialize_groups(layout: LayoutConfig, seed: int, ranks_per_node: int = 1) 
 
 
 def _group_of_copies(layout: LayoutConfig, ranks_per_node: int) -> dist.ProcessGroup | None:
-    """This rank's, of which all stages have the same: where nodes have whole tensor-parallel groups of one stage, several each."""
+    """This rank's group of copies, where nodes have several whole tensor-parallel groups of one stage each; stages are alike in this."""
     block = math.gcd(ranks_per_node, layout.world_size // layout.pp_size)
     if layout.pp_size == 1 or block % layout.tp_size or block == layout.tp_size:
         return None
@@ -62,12 +61,12 @@ def _group_of_copies(layout: LayoutConfig, ranks_per_node: int) -> dist.ProcessG
 
 
 def end_with_groups(models: Iterable[Any]) -> None:
-    """When other groups are made these ``DistributedDataParallel`` cannot be trained any more, and go once nobody has them."""
+    """Registers ``DistributedDataParallel`` modules that use the groups: with new groups they cannot train, and are freed once unused."""
     _models.update(models)
 
 
 def _destroy_groups() -> None:
-    """Megatron forgets its groups and leaves them alive, each with threads (gloo) or device memory (NCCL)."""
+    """Destroys Megatron's groups, which Megatron forgets but leaves alive, with their threads (gloo) or device memory (NCCL)."""
     parallel_state.destroy_model_parallel()
     for model in _models:
         for accumulator in model.grad_accs:  # its hook has the model, and the graph of the last pass has it: a circle that gc cannot see
@@ -81,7 +80,7 @@ def _destroy_groups() -> None:
 
 
 def weight_groups() -> ParallelGroups:
-    """The groups that parameters are spread over."""
+    """The groups over which parameters are divided."""
     return ParallelGroups(
         tp=parallel_state.get_tensor_model_parallel_group(),
         etp=parallel_state.get_expert_tensor_parallel_group(),
@@ -93,36 +92,36 @@ def weight_groups() -> ParallelGroups:
 
 
 def dp_rank() -> int:
-    """This rank's share of the samples (context-parallel ranks have the same)."""
+    """Index of this rank's share of the samples, which context-parallel ranks have in common."""
     return int(parallel_state.get_data_parallel_rank())
 
 
 def dp_size() -> int:
-    """Shares of the samples."""
+    """Number of shares of the samples."""
     return int(parallel_state.get_data_parallel_world_size())
 
 
 def dp_group() -> dist.ProcessGroup:
-    """Ranks with the same part of the model and different samples."""
+    """Group of the ranks with the same part of the model and different samples."""
     return parallel_state.get_data_parallel_group()
 
 
 def pp_group() -> dist.ProcessGroup:
-    """Ranks with the stages of one model."""
+    """Group of the ranks with the stages of one model."""
     return parallel_state.get_pipeline_model_parallel_group()
 
 
 def pp_rank() -> int:
-    """This rank's stage."""
+    """Index of this rank's pipeline stage."""
     return int(parallel_state.get_pipeline_model_parallel_rank())
 
 
 def sharing_groups() -> list[dist.ProcessGroup]:
-    """Groups that together have all ranks with this rank's share of the samples: over nodes first, where stages are."""
+    """Groups that together have all ranks with this rank's share of the samples. The stages' group, which spans nodes, comes first."""
     groups = (parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_tensor_and_context_parallel_group())
     return [group for group in groups if dist.get_world_size(group) > 1]
 
 
 def dp_cp_group() -> dist.ProcessGroup:
-    """Ranks over which losses and token counts are summed."""
+    """Group of the ranks over which losses and token counts are summed."""
     return parallel_state.get_data_parallel_group(with_context_parallel=True)

@@ -1,4 +1,4 @@
-"""What passes between the modules of this rank's model in a forward pass, put together over the ranks that share a pack."""
+"""Records the values that pass between this rank's modules in a forward pass, joined over the ranks that share a pack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlbatch.megatron.microbatch_inputs import MicrobatchInputs
 
 
 class PassingValues:
-    """Hooks on a model. Each keeps what passes it first; those of a second pack in the same pass are left out.
+    """Hooks on a model that keep the first value at each place; later packs of the same pass are left out.
 
     A place is a layer, counted from 0, and a name of what passes there: ``embedding`` (layer -1), ``input_norm``, ``query``, ``key``,
     ``value``, ``context`` (before the output projection), ``attention``, ``mlp_norm``, ``router_logits``, ``router_weights`` (0 where not
@@ -23,8 +23,8 @@ class PassingValues:
     of the layer behind the last. What a layer spec fuses passes nowhere.
 
     Args:
-        stages: This rank's model chunks.
-        num_layers: Of the whole model.
+        stages: Model chunks of this rank.
+        num_layers: Number of layers of the whole model.
     """
 
     def __init__(self, stages: Sequence[Any], num_layers: int) -> None:
@@ -38,18 +38,20 @@ class PassingValues:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of those that have the same values: the ones of its stage."""
+        """Whether this rank is the first of those with the same values, which are the ranks of its stage."""
         return self._tp.rank() == 0 and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
     def whole(self, microbatch: Microbatch) -> Iterator[tuple[tuple[int, str], Tensor]]:
-        """What passed this rank's stages, place by place; each is forgotten, and nothing more is kept. A collective of the ranks that share
-        the pack and the stage.
+        """Yields the values at each place of this rank's stage, and ends the recording.
+
+        A collective of the ranks that share the pack and the stage. A value is dropped once it was yielded.
 
         Args:
-            microbatch: The pack.
+            microbatch: Pack of the forward pass.
 
         Yields:
-            Place, and [T, ...] on the host, of the pack's tokens; ``prediction`` [T, 2] is about the token itself, as log-probs are.
+            Place, and its values on the host, [T, ...] for the pack's tokens; ``prediction`` [T, 2] is about the token itself, as log-probs
+            are.
         """
         pack = MicrobatchInputs.of(microbatch, torch.cuda.current_device(), parallel_state.get_context_parallel_group())
         self._keeps = False

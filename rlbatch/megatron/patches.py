@@ -1,4 +1,4 @@
-"""Faults of Megatron-core 0.16 that this project meets on any device, patched in place; each patch says what happens without it."""
+"""Patches faults of Megatron-core 0.16 that appear on any device; each patch says what happens without it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def install() -> None:
 
 
 def _judge_groups_of_experts_by_two() -> None:
-    """Group-limited routing judges a group by its two best experts (DeepSeek-V3, arXiv:2412.19437; transformers). Megatron takes ``topk //
-    group_topk``, which is two for DeepSeek-V3 itself and something else for other numbers.
+    """Judges a group of experts by its two best ones in group-limited routing (DeepSeek-V3, arXiv:2412.19437; transformers).
+
+    Megatron takes ``topk // group_topk`` of them, which is two for DeepSeek-V3 itself, but another number for other sizes.
     """
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
@@ -40,8 +41,9 @@ def _judge_groups_of_experts_by_two() -> None:
 
 
 def _compute_again_without_fp8() -> None:
-    """What gives its output away and computes it again (norms, the up-projections of latent attention) takes ``fp8=False`` for fp8, and
-    then asks Transformer Engine, which may not be there.
+    """Makes recomputed norms and latent up-projections work without fp8.
+
+    Megatron takes ``fp8=False`` for fp8 there, and then asks Transformer Engine, which may not be installed.
     """
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
@@ -65,7 +67,7 @@ def _live_without_transformer_engine() -> None:
 
 
 def _fix_hybrid_optimizer() -> None:
-    """``HybridDeviceOptimizer`` (Adam partly on the host) in nine ways.
+    """Corrects ``HybridDeviceOptimizer`` (Adam partly on the host) in nine ways.
 
     Its parameter groups carry optimizer classes, which a checkpoint that loads safely refuses. Its map from parameters to fp32 copies lacks
     those that are fp32 already: loading raises KeyError, and their host copies keep the old values after weights or a checkpoint were
@@ -178,12 +180,12 @@ def _fix_hybrid_optimizer() -> None:
 
 
 def own_cores(bound: int | None = None, there: int | None = None, ranks: int | None = None) -> int:
-    """Cores that this rank may keep busy: those that it is bound to alone, or its part of what the node's ranks share.
+    """Number of cores that this rank may keep busy: those that only it is bound to, or its part of those that the node's ranks share.
 
     Args:
-        bound: Cores that this process may run on; None: as the system says, as of the others.
-        there: Of the machine.
-        ranks: On it.
+        bound: Number of cores that this process may run on; None: asked of the system, like the other two.
+        there: Number of cores of the machine.
+        ranks: Number of ranks on the machine.
     """
     bound, there = bound or len(os.sched_getaffinity(0)), there or os.cpu_count() or 1
     ranks = ranks or RankInfo.from_environment().local_size

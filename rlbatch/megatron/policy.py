@@ -1,4 +1,4 @@
-"""The policy: one rank's share of the model on Megatron-core, without anything that trains it."""
+"""The policy: one rank's share of the model on Megatron-core, without the parts that train it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from rlbatch.weights.params import NamedTensor, ParameterMap, ReadTensor
 
 
 class Policy:
-    """Weights of this rank. Every method is a collective over all ranks.
+    """The weights of this rank. Every method is a collective over all ranks.
 
     Args:
-        config: The job's config; model-parallel groups exist already.
-        family: Of the model.
+        config: Config of the job; model-parallel groups must exist.
+        family: Family of the model.
 
     Attributes:
-        megatron_config: Of every stage.
-        stages: This rank's model chunks.
-        modules: The same, in the type that they compute in.
+        megatron_config: Megatron's config of every stage.
+        stages: Model chunks of this rank.
+        modules: The same chunks, in the type that they compute in.
         params: Global Megatron name -> parameter or buffer.
-        policy_version: Optimizer updates so far.
+        policy_version: Number of optimizer updates so far.
     """
 
     def __init__(self, config: Config, family: ModelFamily) -> None:
@@ -56,16 +56,16 @@ class Policy:
 
     @property
     def weight_bytes(self) -> int:
-        """Of this rank's parameters and buffers."""
+        """Size of this rank's parameters and buffers, bytes."""
         return sum(tensor.nbytes for tensor in self.params.values())
 
     def load(self, read: ReadTensor, names: Iterable[str] | None = None, loaded: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Fills the policy from Hugging Face tensors.
+        """Loads the policy from Hugging Face tensors.
 
         Args:
-            read: Gives a tensor by name, or one that is read when it is sliced.
-            names: All that the checkpoint has, to be checked; None: not checked.
-            loaded: Told the bytes of every parameter that was filled.
+            read: Returns a tensor by name, or an object that is read when sliced.
+            names: Names of all tensors in the checkpoint, to check; None: they are not checked.
+            loaded: Called with the bytes of every parameter that was filled.
         """
         if names is not None:
             self._map.check_names(names)
@@ -73,16 +73,16 @@ class Policy:
         self.weights_changed()
 
     def weights_changed(self) -> None:
-        """Whoever has copies of the weights takes them anew."""
+        """Updates copies of the weights, in classes that have some, after the weights were replaced."""
 
     def export(self, *, quantize: bool = False, wanted: Sequence[int] | None = None) -> Iterator[NamedTensor]:
         """Streams the policy as full Hugging Face tensors, on every rank; see ``ParameterMap.export``."""
         return self._map.export(self.params, quantize=quantize, wanted=wanted)
 
     def storages(self) -> frozenset[int]:
-        """Addresses of the memory in which the policy lies now."""
+        """Addresses of the memory that holds the policy now."""
         return frozenset(tensor.untyped_storage().data_ptr() for tensor in self.params.values())
 
     def not_finite(self, *, with_optimizer: bool = False) -> str:
-        """The first weight (or value of the optimizer) that is infinite or NaN, in words, the same on every rank; empty: there is none."""
+        """Text about the first weight (or value of the optimizer) that is infinite or NaN, the same on every rank; empty if none is."""
         return self._finite.broken(with_optimizer=with_optimizer)

@@ -1,4 +1,4 @@
-"""The random-number states of a rank: those of Python, NumPy and torch, the GPU's, and Megatron's of model-parallel regions."""
+"""Saves and restores the random-number states of a rank: Python's, NumPy's, torch's, the GPU's, and Megatron's model-parallel ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def seed_random_numbers(seed: int, rank: int) -> None:
-    """Seeds this process's generators, for whatever draws from them (a reward, say); Megatron seeds its own."""
+    """Seeds this process's generators, for any code that draws from them, such as a reward. Megatron seeds its own."""
     random.seed(f"rank {rank} of seed {seed}")
     np.random.seed((seed + rank) % 2**32)
     torch.manual_seed(seed + rank)
@@ -34,7 +34,7 @@ def rng_states() -> Tensor:
 
 
 def set_rng_states(data: Tensor) -> None:
-    """Restores what ``rng_states`` returned; the GPU's only where there is one."""
+    """Restores the states of ``rng_states``; the GPU's only if there is one."""
     states = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True)
     random.setstate(states["python"])
     name, keys, *rest = states["numpy"]

@@ -1,4 +1,4 @@
-"""Megatron's router, for routings that it does not know, and the check that nothing but the policy's loss moves a router."""
+"""Megatron's router, with routings that it lacks, and a check that nothing but the policy's loss changes a router."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rlbatch.api import ModelError
 
 
 class _Gate(torch.autograd.Function):
-    """Float32 logits of bf16 inputs and weights, by bf16 products with float32 sums: exact, since a product of two bf16 numbers is.
+    """Float32 logits of bf16 inputs and weights from bf16 products with float32 sums, which are exact, as products of two bf16 numbers are.
 
-    The float32 gradient goes in as the sum of two bf16 numbers, 16 of its 24 bits: the inputs' is rounded to bf16 anyhow.
+    The float32 gradient is taken as the sum of two bf16 numbers, 16 of its 24 bits; the inputs' gradient is rounded to bf16 anyway.
     """
 
     @staticmethod
@@ -34,10 +34,10 @@ class _Gate(torch.autograd.Function):
 
 
 class Router(TopKRouter):
-    """``TopKRouter``, whose sigmoid scores stay as they are with ``moe_router_pre_softmax`` (Megatron always normalises them)."""
+    """``TopKRouter`` that does not normalise sigmoid scores under ``moe_router_pre_softmax``, where Megatron always does."""
 
     def _apply(self, *args: Any, **kwargs: Any) -> Router:
-        """Keeps the expert bias through ``bfloat16()``: rounded, it would choose other experts."""
+        """Keeps the expert bias in float32 in ``bfloat16()``: a rounded one would choose other experts."""
         bias = self.expert_bias
         super()._apply(*args, **kwargs)
         if bias is not None and self.expert_bias.dtype != bias.dtype:
@@ -45,7 +45,7 @@ class Router(TopKRouter):
         return self
 
     def gating(self, input: Tensor) -> Tensor:
-        """[s, b, hidden] -> [s, b, experts] float32 logits."""
+        """[s, b, experts] float32 logits from [s, b, hidden] inputs."""
         if input.is_cuda and input.dtype == self.weight.dtype == torch.bfloat16 and self.bias is None:
             return _Gate.apply(input, self.weight)  # type: ignore[no-any-return]
         return super().gating(input)  # type: ignore[no-any-return]
@@ -54,11 +54,11 @@ class Router(TopKRouter):
         """Chooses experts.
 
         Args:
-            logits: [s, b, experts] float32.
-            padding_mask: As Megatron's.
+            logits: [s, b, experts] float32 logits.
+            padding_mask: Padding mask as in Megatron.
 
         Returns:
-            [T, experts] weights, 0 where not chosen; [T, experts] bool.
+            [T, experts] weights, 0 for experts not chosen, and [T, experts] bool, whether chosen.
         """
         probs, chosen = super().routing(logits, padding_mask)
         if self.score_function == "sigmoid" and self.config.moe_router_pre_softmax:
@@ -82,15 +82,15 @@ _FIXED = {
 
 
 def check_routers(stages: list[Any]) -> None:
-    """Refuses a model with a router that something else than the policy's loss moves, or that drops tokens or computes in less than fp32.
+    """Refuses a model with a router that anything but the policy's loss changes, that drops tokens, or that computes in less than fp32.
 
     Looks at the modules that were built: a family's arguments, Megatron's defaults and its layer spec all have a say in them.
 
     Args:
-        stages: This rank's model chunks.
+        stages: Model chunks of this rank.
 
     Raises:
-        ModelError: the first such setting.
+        ModelError: the first wrong setting.
     """
     for stage in stages:
         for name, module in stage.named_modules():

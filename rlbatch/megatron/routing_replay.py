@@ -1,4 +1,4 @@
-"""Routing replay: routers take the experts that an engine, or an earlier pass, chose, with weights and gradients of their own scores.
+"""Replays routing: routers take the experts that an engine, or an earlier pass, chose, with weights and gradients of their own scores.
 
 A router asks ``router_replay`` for its experts (Megatron-core from 0.16 on). Megatron's own answers by counting: the next forward pass, the
 next recomputation. Here what is to be replayed comes with the pack, among the arguments of each layer, which recomputation gives it again:
@@ -27,18 +27,18 @@ from rlbatch.megatron.microbatch_inputs import MicrobatchInputs
 
 
 class PackRouting:
-    """What this rank's routers do with one pack in one pass.
+    """The part of this rank's routers in one pass of one pack: whether they choose or replay, and what is recorded.
 
     Args:
-        layers: Numbers of the layers whose routers take part.
-        routes: [T, layers, K] of the tokens that they see; None: they choose, and it is recorded.
-        device: Where they are.
+        layers: Indices of the layers whose routers take part.
+        routes: [T, layers, K] experts for the tokens that the routers see; None: the routers choose, and their choice is recorded.
+        device: Device of the routers.
         trains: Whether the pass has a backward pass.
-        compares: Whether the routers' own choices are looked at too, where they replay.
+        compares: Whether routers that replay are also asked for their own choice.
 
     Attributes:
-        recorded: Of each layer [T, K], see ``Routes``.
-        others: Of each layer [T] bool, tokens that its router would send to other experts.
+        recorded: For each layer, [T, K] recorded experts in the dtype of ``Routes``.
+        others: Place of a layer -> [T] bool, tokens that its router would send to other experts.
     """
 
     def __init__(self, layers: Sequence[int], routes: Routes | None, device: Any, *, trains: bool, compares: bool = False) -> None:
@@ -50,15 +50,15 @@ class PackRouting:
         self.recorded: list[Tensor | None] = [None] * len(layers)
 
     def choose(self, place: int, scores: Tensor, native: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Answers a router.
+        """Chooses the experts of a layer's tokens, in place of its router.
 
         Args:
-            place: Of its layer among ``layers``.
-            scores: [T, experts], by which it would choose.
-            native: Its own choice.
+            place: Index of the layer in ``layers``.
+            scores: [T, experts] scores by which the router would choose.
+            native: Returns the router's own choice.
 
         Returns:
-            [T, K] scores of the chosen experts, which carry the gradient; [T, K] int64 experts.
+            [T, K] scores of the chosen experts, with the gradient, and [T, K] int64 experts.
         """
         # With recomputation each layer runs twice: without a gradient, then with it.
         self._asked[place] += torch.is_grad_enabled() == self._trains
@@ -78,7 +78,7 @@ class PackRouting:
 
     @property
     def known(self) -> Tensor:
-        """[T] bool, tokens that replay."""
+        """[T] bool, whether the token's experts are replayed."""
         return torch.empty(0, dtype=torch.bool) if self._routes is None else self._routes.known
 
     def check(self) -> None:
@@ -93,40 +93,40 @@ class PackRouting:
 
 @dataclass
 class RoutedPack(PackedSeqParams):  # type: ignore[misc]
-    """What Megatron tells each layer of a pack, and what its router does with it; None: as ever."""
+    """Megatron's description of a pack for each layer, with the routing of the pack; None: routers choose, unrecorded."""
 
     routing: PackRouting | None = None
 
 
 class _LayerReplay:
-    """``router_replay`` of one layer."""
+    """The ``router_replay`` object of one layer's router."""
 
     def __init__(self, place: int) -> None:
         self._place = place
         self._routing: PackRouting | None = None
 
     def enter(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs before the layer, also when it is recomputed."""
+        """Notes the pack's routing before the layer runs or is recomputed."""
         self._routing = getattr(kwargs.get("packed_seq_params"), "routing", None)
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None, default_compute_topk: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """What Megatron calls; see its ``RouterReplay``."""
+        """Answers Megatron's call for the experts of tokens; see its ``RouterReplay``."""
         native = partial(default_compute_topk, scores, topk, num_groups=num_groups, group_topk=group_topk)
         return native() if self._routing is None else self._routing.choose(self._place, scores, native)
 
 
 class RoutingReplay:
-    """The routers of this rank, which are made to ask. To build it is a collective.
+    """The routers of this rank, set up to ask for their experts. Building the object is a collective.
 
     Args:
-        stages: This rank's model chunks.
-        device: Where they are.
+        stages: Model chunks of this rank.
+        device: Device of the chunks.
 
     Attributes:
-        layers: Numbers of the layers with experts that this rank has, ascending.
-        stages: Those of each pipeline stage.
+        layers: Indices of this rank's layers with experts, ascending.
+        stages: Indices of the layers with experts of each pipeline stage.
 
     Raises:
         ModelError: a router would not ask.
@@ -151,27 +151,28 @@ class RoutingReplay:
             layer.register_forward_pre_hook(replay.enter, with_kwargs=True)
 
     def recording(self) -> PackRouting:
-        """Of a pass without a backward pass that records."""
+        """The routing for a pass that records, without a backward pass."""
         return PackRouting(self.layers, None, self._device, trains=False)
 
     def replaying(self, routes: Routes, *, trains: bool, compares: bool = False) -> PackRouting:
-        """Of a pass that replays.
+        """The routing for a pass that replays.
 
         Args:
-            routes: Of the pack's tokens on this context-parallel rank.
-            trains: See ``PackRouting``.
-            compares: See ``PackRouting``.
+            routes: Routes of the pack's tokens on this context-parallel rank.
+            trains: Whether the pass has a backward pass.
+            compares: Whether routers are also asked for their own choice.
         """
         size, rank = self._group.size(), self._group.rank()  # sequence parallelism: a part of the tokens on each
         rows = Routes(routes.experts.chunk(size)[rank], routes.known.chunk(size)[rank])
         return PackRouting(self.layers, rows, self._device, trains=trains, compares=compares)
 
     def first_others(self, routing: PackRouting | None) -> dict[int, float]:
-        """Of the tokens of one pack a rank, which replayed: the share for which each layer is the first whose router would choose other
-        experts; layers without such tokens are left out. A collective of all ranks.
+        """Shares of tokens by the first layer whose router would have chosen other experts than those replayed; a collective of all ranks.
+
+        Only tokens that were replayed count, of one pack on each rank. Layers without such tokens are left out.
 
         Args:
-            routing: Of a pass with ``compares``.
+            routing: Routing of a pass with ``compares``; None if this rank had none.
         """
         none = 1 + max((layer for stage in self.stages for layer in stage), default=0)
         counts = torch.zeros(none + 1, dtype=torch.int64, device=self._device)
@@ -186,12 +187,12 @@ class RoutingReplay:
         return {layer: count / total for layer, count in enumerate(counts[:none].tolist()) if count}
 
     def recorded(self, routing: PackRouting, pack: MicrobatchInputs, tokens: int) -> Routes:
-        """What a pass recorded of the whole pack; a collective of the ranks that share it and have the same layers.
+        """The routes that a pass recorded for the whole pack; a collective of the ranks that share the pack and have the same layers.
 
         Args:
-            routing: From ``recording``.
-            pack: Of the pass.
-            tokens: Of the pack, without what was added to it.
+            routing: Routing from ``recording``.
+            pack: Inputs of the pass.
+            tokens: Number of tokens of the pack, without those that were added to it.
         """
         known = torch.ones(tokens, dtype=torch.bool)
         chosen = [each for each in routing.recorded if each is not None]
@@ -206,5 +207,5 @@ class RoutingReplay:
 
 
 def expert_dtype(num_experts: int) -> torch.dtype:
-    """The smallest integers that tell so many experts apart, of those that torch computes with."""
+    """The smallest integer type that torch computes with and that can tell so many experts apart."""
     return torch.uint8 if num_experts <= 256 else torch.int16

@@ -1,4 +1,4 @@
-"""A rank of any layout, simulated by one process: process groups without peers, and modules on the meta device, which have no memory."""
+"""Simulates a rank of any layout in one process: process groups without peers, and modules on the meta device, which take no memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlbatch.megatron.model import PolicyModel, build_model, transformer_config
 
 @contextmanager
 def simulated_rank(layout: LayoutConfig, rank: int, ranks_per_node: int = 1) -> Iterator[None]:
-    """The groups as this rank of the layout sees them, Megatron's and those of a node. No process group may exist."""
+    """Context with the groups as this rank of the layout sees them, Megatron's and those of a node. No process group may exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
@@ -36,7 +36,7 @@ def simulated_rank(layout: LayoutConfig, rank: int, ranks_per_node: int = 1) -> 
 
 @contextmanager
 def _only_groups_of(rank: int) -> Iterator[None]:
-    """Groups of other ranks, thousands in a large layout, are not made: all that torch would give is that this rank is no member."""
+    """Context that skips creating groups without this rank, thousands in a large layout, for which torch only says that it is no member."""
     new_group = dist.new_group
 
     def new_own_group(ranks: Sequence[int], **options: Any) -> Any:
@@ -51,14 +51,14 @@ def _only_groups_of(rank: int) -> Iterator[None]:
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Every new tensor is on the meta device; nothing is printed."""
+    """Context in which every new tensor is on the meta device, and nothing is printed."""
     with _OnMeta(), contextlib.redirect_stdout(None), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class _OnMeta(TorchFunctionMode):
-    """Also where a device is named."""
+    """Creates tensors on the meta device even where the code names another one."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -68,5 +68,5 @@ class _OnMeta(TorchFunctionMode):
 
 
 def stages(family: ModelFamily, layout: LayoutConfig) -> list[PolicyModel]:
-    """The simulated rank's part of the model, in bf16; to be called and used ``on_meta``."""
+    """Model chunks of the simulated rank, in bf16; to be called and used within ``on_meta``."""
     return build_model(transformer_config(family, layout, "bf16"), family)

@@ -1,4 +1,4 @@
-"""Counts the parameters that Megatron itself builds for each pipeline stage: what a plan's counts are verified with."""
+"""Counts the parameters that Megatron itself builds for each pipeline stage, to verify a plan's counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlbatch.megatron.simulated_rank import on_meta, simulated_rank, stages
 
 
 def stage_counts(family: ModelFamily, layout: LayoutConfig) -> list[tuple[int, int]]:
-    """Of the first rank of each stage, built on the meta device: all parameters, and those of routed experts."""
+    """Number of parameters on the first rank of each stage, in all and in routed experts, from a model on the meta device."""
     layout = replace(layout, dispatcher="alltoall", deepep=False)  # DeepEP has no parameters, and need not be installed here
     size, found = layout.world_size // layout.pp_size, []
     for stage in range(layout.pp_size):

@@ -33,25 +33,25 @@ from rlbatch.launch.ranks.host_memory import none_left, oom_kills
 from rlbatch.megatron.held_parts import Part
 
 FILE_BYTES = 2**32
-"""Most of a file. Some file systems take none of ten, and what one file takes of another rank's disk stays small."""
+"""Largest size of a file, bytes: some file systems refuse much larger ones, and what a file takes of another rank's disk stays small."""
 SUM_BYTES = 64
-"""At the end of each file, made of all of it: a checkpoint's digest of a file is made of a few pieces, of which these are in the last."""
+"""Size of the digest at the end of each file, bytes. A checkpoint's own digest of a file reads a few pieces, the last one included."""
 SHOWN_RANKS = 3
 
 Failure = tuple[int, str]
-"""The system's number of an error, 0 if it is none of the system's, and what went wrong."""
+"""The system's number of an error (0 if it is none of the system's), and a text about it."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A part, and where it will lie."""
+    """A part, and its place in a file."""
 
     part: Part
     chunk: Chunk
 
 
 def plan(parts: Iterable[Part], rank: int) -> list[Planned]:
-    """Lays a rank's parts out in files, in their order."""
+    """Assigns places in files to a rank's parts, in their order."""
     planned: list[Planned] = []
     number = end = 0
     for part in parts:
@@ -66,23 +66,23 @@ def plan(parts: Iterable[Part], rank: int) -> list[Planned]:
 
 
 def write_bytes(planned: Sequence[Planned]) -> int:
-    """Bytes of a rank's files."""
+    """Size of a rank's files, bytes."""
     return sum(one.chunk.length for one in planned) + SUM_BYTES * len({one.chunk.file for one in planned})
 
 
 def buffer_bytes(planned: Sequence[Planned]) -> int:
-    """Host memory that writing takes beside what is written."""
+    """Host memory that writing takes beyond the parts themselves, bytes."""
     copied = (one.part.values.nbytes for one in planned if not _is_ready(one.part.values))
     return BLOCKS * BLOCK_BYTES + max(copied, default=0)
 
 
 class Writing:
-    """A checkpoint that is being written: this rank's part of it. Every method but ``abort`` is a collective.
+    """This rank's part of a checkpoint that is being written. Every method but ``abort`` is a collective.
 
     Args:
-        folder: Existing and empty, seen by all ranks.
-        planned: This rank's parts.
-        steps: Of the optimizer, as far as this rank knows them.
+        folder: Existing empty folder that all ranks see.
+        planned: Parts of this rank.
+        steps: Step count of the optimizer, as far as this rank knows it.
     """
 
     def __init__(self, folder: Path, planned: Sequence[Planned], steps: int) -> None:
@@ -93,16 +93,16 @@ class Writing:
         self._kills = oom_kills()
 
     def run_here(self) -> None:
-        """Writes and completes in this process.
+        """Writes and completes the checkpoint in this process.
 
         Raises:
-            CheckpointError: a rank could not write; on every rank. What the system said is behind it.
+            CheckpointError: a rank could not write; raised on every rank, with the system's error as its cause.
         """
         on_every_rank(lambda: _write_files(self._folder, self._planned))
         self._complete()
 
     def start(self) -> None:
-        """Copies what a child of this process could not read, or would see changing, and forks one that writes all."""
+        """Copies the parts that a forked child cannot read or would see changing, and forks a child that writes all."""
         planned = [replace(one, part=replace(one.part, values=_kept(one.part.values))) for one in self._planned]
         self._planned = ()  # what it was taken from may go
         self._answer = os.fdopen(os.memfd_create("rlbatch-checkpoint"), "w+b")
@@ -119,17 +119,17 @@ class Writing:
         self._process.start()
 
     def is_done(self) -> bool:
-        """Whether no rank's child is writing any more."""
+        """Whether all ranks' children have finished."""
         is_running = self._process is not None and self._process.is_alive()
         running = torch.tensor([is_running], dtype=torch.int, device=torch.cuda.current_device())
         dist.all_reduce(running)
         return int(running) == 0
 
     def finish(self) -> None:
-        """Waits for the children and completes the checkpoint.
+        """Waits for the children, and completes the checkpoint.
 
         Raises:
-            CheckpointError: a rank could not write; on every rank. What the system said is behind it.
+            CheckpointError: a rank could not write; raised on every rank, with the system's error as its cause.
         """
         if self._process is not None:
             self._process.join()
@@ -142,7 +142,7 @@ class Writing:
         self._complete()
 
     def abort(self) -> None:
-        """Ends this rank's child, if there is one."""
+        """Kills this rank's child, if there is one."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -163,7 +163,7 @@ class Writing:
 
 
 def _killed(kills: int) -> Failure:
-    """Why a child said nothing, before which the system had killed so many processes for want of memory."""
+    """Failure of a child that left no answer; ``kills`` is the number of out-of-memory kills before it began."""
     if oom_kills() > kills:
         return errno.ENOMEM, f"the writing process was killed by the system: {none_left()}"
     return 0, "the writing process was killed (out of memory?)"
@@ -183,14 +183,14 @@ def _write_files(folder: Path, planned: Sequence[Planned]) -> None:
 
 
 def _add(total: hashlib.blake2b, content: bytes | memoryview) -> None:
-    """Takes the sum of large contents: to hash them takes longer than to write them."""
+    """Adds a content to the digest, by the sum of its 64-bit words, as hashing all of it would take longer than writing it."""
     words = np.frombuffer(content, dtype=np.uint64, count=len(content) // 8)
     total.update(words.sum(dtype=np.uint64).tobytes())
     total.update(content[words.nbytes :])
 
 
 def _is_ready(values: Tensor) -> bool:
-    """Whether they can be written from where they are."""
+    """Whether the values can be written from the memory that they are in."""
     return values.device.type == "cpu" and values.is_contiguous()
 
 
@@ -199,13 +199,13 @@ def _on_host(values: Tensor, buffer: Tensor) -> Tensor:
 
 
 def _kept(values: Tensor) -> Tensor:
-    """What a forked child reads as it is now: memory of the host, but none that the GPU's driver shares, which forks do not get."""
+    """Values that a forked child can read as they are now: in host memory, but not shared with the GPU's driver, as forks lose that."""
     return values.to("cpu", copy=True) if values.device.type != "cpu" or values.is_pinned() else values
 
 
 @contextmanager
 def naming(file: str) -> Iterator[None]:
-    """Lets the system's errors name a file, as those of writes do not."""
+    """Context in which the system's errors get a file's name, which those of writes lack."""
     try:
         yield
     except OSError as error:
@@ -214,19 +214,19 @@ def naming(file: str) -> Iterator[None]:
 
 
 def on_every_rank(work: Callable[[], None]) -> None:
-    """Does some of the writing on each rank; a collective.
+    """Does some work of writing on each rank; a collective.
 
     Args:
-        work: Takes part in no collectives.
+        work: Function that takes part in no collective.
 
     Raises:
-        CheckpointError: a rank could not; on every rank. What the system said is behind it.
+        CheckpointError: the work failed on a rank; raised on every rank, with the system's error as its cause.
     """
     _raise_failures(_failure(work))
 
 
 def _failure(work: Callable[[], None]) -> Failure | None:
-    """What went wrong in some work; None: nothing."""
+    """Runs some work, and returns how it failed; None if it did not."""
     try:
         work()
     except OSError as error:

@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def uses_transformer_engine(train: TrainConfig) -> bool:
-    """Whether the model is built with Transformer Engine: ``train.spec``, and what this machine has.
+    """Whether the model is built with Transformer Engine, by ``train.spec`` and by what this machine has.
 
     Raises:
-        ConfigError: it is asked for and cannot be used.
+        ConfigError: Transformer Engine is configured but cannot be used.
     """
     missing = _what_is_missing(train.precision)
     if train.spec == "transformer_engine" and missing:
@@ -62,7 +62,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     """The layers of one pipeline stage (and virtual stage), from Megatron's spec.
 
     Args:
-        config: Of the model; model-parallel groups exist already.
+        config: Config of the model; model-parallel groups must exist.
         vp_stage: Chunk of an interleaved pipeline; None without one.
 
     Returns:
@@ -78,7 +78,7 @@ def block_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
 
 
 def correct(model: torch.nn.Module) -> None:
-    """Corrects what Megatron's spec builds, in three ways.
+    """Corrects modules of Megatron's spec in three ways.
 
     Transformer Engine marks the weight of every linear layer as split; of those that every tensor-parallel rank holds whole, the gradient
     norm (and so the clipping) would count each copy. Linear layers add their weights' gradients to the float32 ones as they compute them

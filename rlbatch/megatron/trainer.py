@@ -1,4 +1,4 @@
-"""The trainer: one rank's share of the policy on Megatron-core, seen as three operations: score tokens, update, stream the weights."""
+"""The trainer: one rank's share of the policy on Megatron-core, with three operations: score tokens, update, stream the weights."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Trainer(Policy):
     """Model, optimizer and schedules of this rank. Every method is a collective over all ranks.
 
     Args:
-        config: The job's config; model-parallel groups exist already.
-        family: Of the model.
-        offload: May change how the optimizer is built, moves its state and releases gradients.
+        config: Config of the job; model-parallel groups must exist.
+        family: Family of the model.
+        offload: Strategy that may change how the optimizer is built, moves its state and releases gradients.
     """
 
     def __init__(self, config: Config, family: ModelFamily, offload: OffloadStrategy) -> None:
@@ -67,62 +67,62 @@ class Trainer(Policy):
 
     @property
     def routed_layers(self) -> list[list[int]]:
-        """Of each pipeline stage the layers whose routing is replayed or recorded."""
+        """Indices of the layers of each pipeline stage whose routing is replayed or recorded."""
         return self.replay.stages if self.replay else []
 
     def weights_changed(self) -> None:
-        """See ``Policy``."""
+        """Updates the optimizer's main weights after the weights were replaced; see ``Policy``."""
         self.settle()
         self.optimizer.reload_model_params()
 
     def settle(self) -> None:
-        """Whoever reads or writes optimizer state calls it before: an offload strategy may still be bringing it back."""
+        """Waits for an offload strategy that is bringing optimizer state back; call it before reading or writing that state."""
         with foreign_code(self._strategy):
             self._offload.settle()
 
     def optimizer_state(self) -> Iterable[Tensor]:
-        """This rank's fp32 main weights (where the model's are bf16) and moments, those on the accelerator (``MemoryHandles``)."""
+        """This rank's fp32 main weights (where the model's are bf16) and moments that are on the accelerator (``MemoryHandles``)."""
         found = (value for value in held_state(self.optimizer) if value.is_cuda or not torch.cuda.is_available())
         return {value.untyped_storage()._cdata: value for value in found if value.dim()}.values()
 
     def weights(self) -> Iterable[Tensor]:
-        """The buffers that have all parameters (``MemoryHandles``)."""
+        """The buffers that hold all parameters (``MemoryHandles``)."""
         return [buffer.param_data for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
     def host_memory(self, num_bytes: int, *, is_pinned: bool) -> Tensor:
-        """See ``MemoryHandles``."""
+        """Allocates host memory for an offload strategy; see ``MemoryHandles``."""
         return self._host_memory.take(num_bytes, is_pinned=is_pinned)
 
     def not_finite(self, *, with_optimizer: bool = False) -> str:
-        """See ``Policy``."""
+        """Text about the first value that is infinite or NaN; see ``Policy``."""
         self.settle()
         return super().not_finite(with_optimizer=with_optimizer)
 
     def release_gradients(self) -> None:
-        """Gives the memory of this rank's gradients back, until the next ``backward`` (``MemoryHandles``)."""
+        """Frees the memory of this rank's gradients until the next ``backward`` (``MemoryHandles``)."""
         self._gradients.release()
 
     @property
     def gradient_bytes(self) -> int:
-        """Size of this rank's gradients now."""
+        """Size of this rank's gradients now, bytes."""
         return self._gradients.num_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that this rank was given for what leaves its GPU."""
+        """Size of the host memory that this rank was given for what leaves its GPU, bytes."""
         return self._host_memory.num_bytes
 
     def reference_weights(self) -> Iterable[Tensor]:
-        """The reference model's, where there is one."""
+        """The weights of the reference model, on the host; none if there is no reference."""
         return self._reference.values()
 
     def keep_reference(self) -> None:
-        """Keeps the weights as they are now, on the host, as the reference model."""
+        """Copies the present weights to the host as the reference model."""
         self._reference = {name: param.detach().to("cpu", copy=True) for name, param in self.params.items()}
 
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
-        """The reference model's weights in the place of the policy's: no second model on the accelerator. It routes tokens as it would."""
+        """Context in which the reference model's weights, and its routing, replace the policy's; no second model is on the accelerator."""
         if not self._reference:
             raise ModelError("algorithm.kl_loss: no reference model was loaded. Set kl_loss or kl_reward_coef before the run starts.")
         self._swap_reference()
@@ -132,7 +132,7 @@ class Trainer(Policy):
             self._swap_reference()
 
     def rounded(self, digits: int) -> contextlib.AbstractContextManager[None]:
-        """In the block about every second weight differs in the last of so many binary digits; see ``rlbatch.megatron.rounding``."""
+        """Context in which about every second weight differs in the last of ``digits`` binary digits; see ``rlbatch.megatron.rounding``."""
         return rounded(self.params.values(), digits)
 
     def _swap_reference(self) -> None:
@@ -144,7 +144,7 @@ class Trainer(Policy):
                 self._reference[name].copy_(kept)
 
     def export_gradients(self) -> Iterator[NamedTensor]:
-        """Streams the last ``backward``'s gradients under Hugging Face names, on every rank; zeros once they were released."""
+        """Streams the last ``backward``'s gradients under Hugging Face names, on every rank; zeros if they were released."""
         self._gradients.restore()
         for chunk in self._chunks:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -156,10 +156,10 @@ class Trainer(Policy):
         return self._map.export(gradients, gradients=True)
 
     def logprobs(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
-        """Log-probabilities under the model's current weights.
+        """Log-probabilities of tokens under the model's current weights.
 
         Args:
-            microbatches: As many on every data-parallel rank; the same on the ranks that share the model.
+            microbatches: Microbatches, equally many on every data-parallel rank, and the same on ranks that share the model.
 
         Returns:
             [T] float32 nats on the host for each microbatch, 0 where masked; on every rank.
@@ -168,7 +168,7 @@ class Trainer(Policy):
         return self._scored(microbatches, packs, self._replaying(packs, trains=False))
 
     def record(self, microbatches: Sequence[Microbatch]) -> list[Tensor]:
-        """``logprobs``, with the experts that the routers choose, which become the microbatches' routes."""
+        """``logprobs``, with experts that the routers choose, which become the microbatches' routes."""
         assert self.replay is not None
         packs = self._inputs(microbatches)
         routings = [self.replay.recording() for _ in packs]
@@ -186,7 +186,7 @@ class Trainer(Policy):
         return self._whole(microbatches, packs, self._run(packs, [keep] * len(packs), routings, forward_only=True))
 
     def _whole(self, microbatches: Sequence[Microbatch], packs: Sequence[MicrobatchInputs], outputs: Sequence[Tensor]) -> list[Tensor]:
-        """What ``logprobs`` returns, of the [T_local] of each pack that the last stage has."""
+        """The result of ``logprobs``, from the [T_local] outputs of each pack on the last stage."""
         whole = [pack.restore(self._from_last_stage(outputs[i] if outputs else None, pack.local_tokens)) for i, pack in enumerate(packs)]
         return [values[: len(mb.token_ids)].where(mb.loss_mask.cpu() > 0, 0.0) for values, mb in zip(whole, microbatches, strict=True)]
 
@@ -197,22 +197,22 @@ class Trainer(Policy):
         denominator: float,
         known: Callable[[list[Tensor]], None] | None = None,
     ) -> dict[str, float]:
-        """One optimizer step.
+        """Performs one optimizer step.
 
         Args:
-            microbatches: As for ``logprobs``.
+            microbatches: Microbatches as in ``logprobs``.
             objective: Loss of a microbatch.
-            denominator: Of the whole update: all microbatches of all data-parallel ranks.
-            known: Told, on every rank, what ``logprobs`` would have returned, as the update's forward pass gave it: before anything is
-                changed, and what it raises ends the update.
+            denominator: Denominator of the loss of the whole update, over all microbatches of all data-parallel ranks.
+            known: Called on every rank, before anything changes, with the log-probs of the update's forward pass, as of ``logprobs``. Its
+                exceptions end the update.
 
         Returns:
             ``SUMS`` over all ranks (as sums), ``grad_norm`` and ``lr``.
 
         Raises:
-            NotFinite: on every rank, the loss or a gradient is not finite; nothing was changed.
-            PluginError: on every rank, the policy loss answered tensor-parallel ranks differently; nothing was changed.
-            ModelError: on every rank, the optimizer made a weight that is not finite.
+            NotFinite: the loss or a gradient is not finite; raised on every rank, and nothing was changed.
+            PluginError: tensor-parallel ranks got different policy losses; raised on every rank, and nothing was changed.
+            ModelError: the optimizer made a weight that is not finite; raised on every rank.
         """
         sums, values = self._backward(microbatches, objective, denominator, known)
         norm = norm_of_all(self._gradients.shards())
@@ -237,7 +237,7 @@ class Trainer(Policy):
         return sums | {"grad_norm": float(grad_norm), "lr": lr}
 
     def backward(self, microbatches: Sequence[Microbatch], objective: Objective, denominator: float) -> dict[str, float]:
-        """Forward and backward of ``update``, without the optimizer's step; returns ``SUMS`` over all ranks."""
+        """Runs forward and backward passes as ``update``, without the optimizer's step; returns ``SUMS`` over all ranks."""
         return self._backward(microbatches, objective, denominator)[0]
 
     def _backward(
@@ -247,7 +247,7 @@ class Trainer(Policy):
         denominator: float,
         known: Callable[[list[Tensor]], None] | None = None,
     ) -> tuple[dict[str, float], list[tuple[Mapping[str, Tensor], Tensor]]]:
-        """``backward``, and for each microbatch what this rank's losses were made of, with its positions in the pack."""
+        """The result of ``backward``, and for each microbatch the values behind this rank's losses, with their positions in the pack."""
         self._gradients.restore()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -271,7 +271,7 @@ class Trainer(Policy):
         return dict(zip(SUMS, sums.tolist(), strict=True)), values
 
     def _losses_differ(self, packs: Sequence[Mapping[str, Tensor]]) -> bool:
-        """Whether tensor-parallel ranks, which have the same tokens, would train their parts of the model on different losses."""
+        """Whether tensor-parallel ranks, which have the same tokens, got different losses for their parts of the model."""
         group = parallel_state.get_tensor_model_parallel_group()
         if group.size() == 1:
             return False
@@ -282,7 +282,7 @@ class Trainer(Policy):
         return bool((most[:2] + most[2:] > 1e-6 * most[:2]).any())
 
     def next_learning_rate(self) -> None:
-        """Advances the schedule by one step; its updates share the rate."""
+        """Advances the schedule by one step, whose updates share the rate."""
         self.schedule.step(1)
 
     def _inputs(self, microbatches: Sequence[Microbatch]) -> list[MicrobatchInputs]:
@@ -293,7 +293,7 @@ class Trainer(Policy):
         return [MicrobatchInputs.of(microbatch, self._device, group) for microbatch in microbatches]
 
     def _replaying(self, packs: Sequence[MicrobatchInputs], *, trains: bool) -> list[PackRouting | None]:
-        """What the routers do with each pack; None: they choose."""
+        """The routing of each pack; None where routers choose."""
         if self.replay is None or self._is_reference:
             return [None] * len(packs)
         given = [pack.microbatch.routes for pack in packs]
@@ -305,7 +305,7 @@ class Trainer(Policy):
         return routings
 
     def first_other_experts(self) -> dict[int, float]:
-        """See ``RoutingReplay.first_others``: of the first pack of each rank in the last pass over the policy; a collective."""
+        """The result of ``RoutingReplay.first_others`` for the first pack of each rank in the last pass over the policy; a collective."""
         return {} if self.replay is None else self.replay.first_others(self._compared)
 
     def _run(
@@ -316,7 +316,7 @@ class Trainer(Policy):
         *,
         forward_only: bool,
     ) -> list[Any]:
-        """Megatron's pipeline schedule over the packs; what the losses keep, on the last stage only."""
+        """Runs Megatron's pipeline schedule over the packs; returns what the losses keep, which is empty except on the last stage."""
 
         def forward_step(iterator: Iterator[tuple[MicrobatchInputs, LossFunction, Any]], model: Any) -> tuple[Tensor, LossFunction]:
             pack, loss, routing = next(iterator)
@@ -368,5 +368,5 @@ def _forward(pack: MicrobatchInputs, model: Any, routing: PackRouting | None) ->
 
 
 def _finalize_without_scaling(model: list[Any], num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Megatron's gradient reduction; the token count stays out of it, because the loss has its denominator already."""
+    """Runs Megatron's gradient reduction without the token count, because the loss has its denominator already."""
     finalize_model_grads(model, None, **options)
