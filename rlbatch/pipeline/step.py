@@ -116,8 +116,9 @@ def _epochs(job: Job, step: int, updates: Sequence[Update], batch: Batch, advant
 def _update(
     job: Job, step: int, batch: Batch, planned: int, first: FirstPolicy, advantages: Advantages
 ) -> list[tuple[Update, dict[str, float]]]:
-    """Makes the updates, and returns each with the result of ``Trainer.update``. One with values that are not finite ends the run or is
-    skipped; if the first one finds such log-probs, all are skipped.
+    """Makes the updates, and returns each with the result of ``Trainer.update``.
+
+    One with values that are not finite ends the run or is skipped; if the first one finds such log-probs, all are skipped.
     """
     made = []
     for number, update in enumerate(_epochs(job, step, first.updates, batch, advantages), start=1):

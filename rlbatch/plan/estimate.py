@@ -157,7 +157,7 @@ def _engine(job: MemoryInputs, certain: Parts, phase: str) -> Parts:
 
 
 def _divided(job: MemoryInputs, certain: RankMemory, parts: Parts) -> Parts:
-    """Half of what may be on the GPU or on the host, where that has a part of the optimizer: the last tensor may be the host's or not."""
+    """Half of the optimizer state that may be on the GPU or on the host, bytes, if ``parts`` of either hold optimizer state; else empty."""
     if not certain.undecided:
         return {}
     assert job.offload is not None

@@ -171,6 +171,7 @@ def _shares(job: MemoryInputs) -> tuple[Share, ...]:
 
 
 def _undecided(job: MemoryInputs, share: Share) -> float:
+    """Parameters of a rank whose optimizer state may be on the GPU or on the host, as it is divided in whole tensors."""
     hosted = (job.offload or UNKNOWN).hosted_share
     return min(share.largest, share.owned * (1 - hosted)) if hosted else 0.0
 
