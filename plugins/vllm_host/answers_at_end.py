@@ -30,7 +30,7 @@ def scheduler(*, vllm_config: Any, **arguments: Any) -> Any:
 
 @dataclass
 class _Kept:
-    """Of a sample that has not ended; where it has its experts, if their table has them: its last ``blocks``, with its prompt first."""
+    """What is kept of a sample that has not ended. ``blocks`` are the cache's with its experts, if a table has them, its prompt first."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: array[float] = field(default_factory=lambda: array("f"))
@@ -42,16 +42,16 @@ class _Kept:
 
 
 class AnswersAtEnd:
-    """Before one of vLLM's schedulers.
+    """A base class in front of one of vLLM's schedulers, which hands a sample over once, when it ends.
 
     Some of these have a table of the experts of every token in the cache, and would read it and the workers' answer for each sample in each
     step, half a millisecond for some hundred samples. Here it is written once a step, and read once a sample.
     """
 
     requests: dict[str, Any]
-    """Of the scheduler: those that have not ended."""
+    """The scheduler's requests that have not ended."""
     enable_return_routed_experts = False
-    """Of a scheduler with such a table: whether it is used."""
+    """Whether the scheduler uses its table of experts, if it has one."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)

@@ -38,18 +38,18 @@ def _first_tokens(logits: Tensor, keys: Tensor, columns: Tensor) -> Tensor:
 
 
 class Seed:
-    """In the place of a sample's generator: what is drawn and thrown away, after a part of a prompt, needs no turning back."""
+    """A seed in the place of a sample's generator: what is drawn and thrown away, after a part of a prompt, needs no turning back."""
 
     def __init__(self, value: int) -> None:
-        """Of a generator: unsigned."""
+        """Takes a generator's seed, which is unsigned, as int64."""
         self.value = value - 2**64 if value >= 2**63 else value
 
     def get_offset(self) -> int:
-        """Where a generator would be."""
+        """The place where a generator would be: always 0."""
         return 0
 
     def set_offset(self, offset: int) -> None:
-        """Where it would go on."""
+        """Does nothing: a seed has no place to go on from."""
 
 
 def draw_by_seeds(runner: Any) -> None:

@@ -84,7 +84,7 @@ class HeldWeights:
         return {sent for loaded in there for sent, _, _ in loaded.copies}
 
     def checksums(self) -> list[Part]:
-        """Of every piece that can be read back, as it is now."""
+        """Checksums of every piece that can be read back, as it is now."""
         found: list[Part] = []
         waiting: list[tuple[str, str, Tensor, Rectangle, torch.dtype]] = []
         for loaded in self._loaded:
