@@ -242,10 +242,13 @@ def _refusal(check: Callable[[], None]) -> str:
 
 
 def _with_model(config: Config, scratch: Path) -> Config:
-    """The config with the published config.json, written to ``scratch``, of a shipped model whose folder is not named."""
-    published = published_config(config.model.name)
-    if published is None or not config.model.hf.startswith("$"):
+    """The config with the published config.json, written to ``scratch``, of a shipped model whose folder is not named, or not here."""
+    published, is_named = published_config(config.model.name), not config.model.hf.startswith("$")
+    if published is None or (is_named and Path(config.model.hf).exists()):
         return config
+    if is_named:
+        text = f"model.hf={config.model.hf}: is not on this machine. This is the plan of model={config.model.name} as it was published."
+        print(text, file=sys.stderr)
     (scratch / "config.json").write_text(json.dumps(published), encoding="utf-8")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, hf=str(scratch)))
 

@@ -41,6 +41,19 @@ def test_shipped_models_need_no_folder(name: str, published: str) -> None:
     assert published_config("nothing") is published_config("") is None
 
 
+def test_a_shipped_models_folder_may_be_elsewhere(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the cluster, while the plan is made on a laptop: it is that of the published model, and says so. Any other must be there."""
+    unnamed = planned(capsys, "+cluster=h100x8")
+    monkeypatch.setenv("MODEL_DIR", "/models/Qwen3-30B-A3B")
+    assert main(["+cluster=h100x8", "format=json"]) == unnamed[0]
+    told = capsys.readouterr()
+    assert json.loads(told.out) == unnamed[1]
+    assert told.err == (
+        "model.hf=/models/Qwen3-30B-A3B: is not on this machine. This is the plan of model=qwen3_30b as it was published.\n"
+    )
+    assert main(["experiment=hf", "model.hf=/models/mine", "layout.world_size=1"]) == 2
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     """Names that programs rely on; sizes of stages are sums of their parts."""
     code, said = planned(capsys, "+cluster=h20x64")

@@ -1,1 +1,1 @@
-"""What runs in SGLang's own processes: needs SGLang, its torch and the standard library, nothing else."""
+"""What runs in SGLang's own processes: needs SGLang, what that needs, and of rlbatch only ``engines`` and ``collectives``."""

@@ -1,1 +1,1 @@
-"""What runs in vLLM's own processes: needs vLLM, its torch and the standard library, nothing else."""
+"""What runs in vLLM's own processes: needs vLLM, what that needs, and of rlbatch only ``engines``, which travels with it."""

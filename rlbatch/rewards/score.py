@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 import reprlib
+import traceback
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import replace
@@ -14,7 +15,7 @@ from itertools import islice
 from numbers import Integral, Real
 from typing import Any
 
-from rlbatch.api import PreparedReward, Prompt, Reward, RewardError, Sample, SampleGroup
+from rlbatch.api import PreparedReward, Prompt, Reward, RewardError, Sample, SampleGroup, Unscored
 from rlbatch.foreign_code import foreign_code
 from rlbatch.metrics.names import TAGS
 
@@ -57,6 +58,12 @@ def score(groups: list[SampleGroup], rewards: Mapping[str, Reward], default: str
         for group in scored:
             own = [next(scores) for _ in group.samples]
             group.rewards, group.parts = [reward for reward, _ in own], [parts for _, parts in own]
+
+
+def failed(error: RewardError) -> dict[str, Any]:
+    """The answer of a call that failed: its message, whether the reward itself gave up, and the traceback of what it raised."""
+    cause = error.__cause__ or error
+    return {"message": str(error), "is_unscored": isinstance(cause, Unscored), "traceback": "".join(traceback.format_exception(cause))}
 
 
 def check_known(name: str, prompt: Prompt, known: Iterable[str]) -> None:

@@ -22,7 +22,7 @@ from rlbatch.config.schema import Config, RewardConfig
 from rlbatch.launch.ranks.children import MARK_VARIABLE, dies_with_parent, signal_group
 from rlbatch.registry import Registry
 from rlbatch.rewards.frames import SETUP, Frame, Peer, Setup, pack_task
-from rlbatch.rewards.score import check_known, score, span
+from rlbatch.rewards.score import check_known, failed, score, span
 
 MOST_WORKERS = 32
 """Most workers of a rank, unless ``reward.workers`` says more."""
@@ -156,11 +156,11 @@ class Scorer:
         Raises:
             RewardError: a reward is unknown, broken, or gave no verdict, where that stops the job.
         """
+        dropped = []
         try:
-            own = [group for group in groups if self._name(group) in self.in_rank]
-            score(own, self.in_rank, self._config.name)
-            for group in own if is_held_out else ():
-                group.answers = self._answers_in_rank[self._name(group)](group.samples)
+            for name in self.in_rank:
+                own = [group for group in groups if self._name(group) == name]
+                dropped += self._score_here(name, own, is_held_out=is_held_out)
             while len(self._answers) < len(self._asked):
                 assert self._peer is not None
                 self._peer.wait(seconds=POLL_S)
@@ -169,16 +169,28 @@ class Scorer:
             asked, answers = self._asked, self._answers
             self._asked, self._answers, self._losses = {}, {}, 0
         for group in {id(task.group): task.group for task in asked.values()}.values():
-            size = len(group.samples)
-            group.rewards, group.parts, group.failures, group.answers = [0.0] * size, [{} for _ in range(size)], [""] * size, [None] * size
-        dropped = [task.group for number, task in sorted(asked.items()) if self._is_dropped(task, answers[number])]
+            _clear(group)
+        dropped += [task.group for number, task in sorted(asked.items()) if self._take_verdict(task, answers[number])]
         for group in dropped:
             group.rewards = []
+
+    def _score_here(self, name: str, groups: list[SampleGroup], *, is_held_out: bool) -> list[SampleGroup]:
+        """Scores groups of a reward that runs in this process, in one call; returns those that are left out, which are all or none."""
+        try:
+            score(groups, self.in_rank, name)
+            for group in groups if is_held_out else ():
+                group.answers = self._answers_in_rank[name](group.samples)
+        except RewardError as error:
+            for group in groups:
+                _clear(group)
+            tasks = [_Task(name, group, range(len(group.samples)), is_held_out, b"") for group in groups]
+            return [task.group for task in tasks if self._take_verdict(task, failed(error))]
+        return []
 
     def _name(self, group: SampleGroup) -> str:
         return group.prompt.reward_name or self._config.name
 
-    def _is_dropped(self, task: _Task, answer: Mapping[str, Any]) -> bool:
+    def _take_verdict(self, task: _Task, answer: Mapping[str, Any]) -> bool:
         """Puts an answer into its group, and returns whether the group is left out for it."""
         group = task.group
         if "rewards" in answer:
@@ -250,3 +262,9 @@ class Scorer:
                 signal_group(self._host.pid, signal.SIGKILL)
                 self._host.wait()
         self._host = self._peer = None
+
+
+def _clear(group: SampleGroup) -> None:
+    """Gives a group a place for each sample's verdict."""
+    size = len(group.samples)
+    group.rewards, group.parts, group.failures, group.answers = [0.0] * size, [{} for _ in range(size)], [""] * size, [None] * size

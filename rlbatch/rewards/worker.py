@@ -8,16 +8,15 @@ import random
 import resource
 import socket
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
 
-from rlbatch.api import Reward, RewardError, Sample, Unscored
+from rlbatch.api import Reward, RewardError, Sample
 from rlbatch.reward_parts import Answers
 from rlbatch.rewards.frames import Frame, Peer, Setup, unpack_task
-from rlbatch.rewards.score import scores_of
+from rlbatch.rewards.score import failed, scores_of
 
 
 class Scoring:
@@ -42,15 +41,9 @@ class Scoring:
             scores = scores_of(name, self._rewards[name], samples)
             answers = self._answers[name](samples) if is_held_out else []
         except RewardError as error:
-            cause = error.__cause__ or error
-            if isinstance(cause, MemoryError):
-                raise cause from None  # the process ends: what it keeps would cost its next samples too
-            said = {
-                "message": str(error),
-                "is_unscored": isinstance(cause, Unscored),
-                "traceback": "".join(traceback.format_exception(cause)),
-            }
-            return _json(said)
+            if isinstance(error.__cause__, MemoryError):
+                raise error.__cause__ from None  # the process ends: what it keeps would cost its next samples too
+            return _json(failed(error))
         return _json({"rewards": [score for score, _ in scores], "parts": [parts for _, parts in scores], "answers": answers})
 
 

@@ -214,6 +214,20 @@ def test_errors_may_count_zero_or_leave_the_group_out(make: Make, capfd: pytest.
     assert drop.counts == {"error": 1, "timeout": 1}
 
 
+def test_errors_in_the_rank_too(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of all groups that the call had; those of other rewards have theirs. A reward that gives up is dealt with as a time-out is."""
+    groups = [group(0, ["1"], "in_rank"), group(1, ["raise", "2"], "in_rank"), group(2, ["3"])]
+    zero = make(on_error="zero")
+    zero.counts.clear()
+    assert scored(zero, *groups) == [[0.0], [0.0, 0.0], [3.0]]
+    assert [each.failures for each in groups[:2]] == [["error"], ["error", "error"]]
+    assert zero.counts == {"error": 3}
+    assert scored(make(on_error="drop_group"), *groups) == [[], [], [3.0]]
+    assert scored(make(on_error="drop_group"), group(0, ["raise"], "in_rank"), is_held_out=True) == [[0.0]]
+    assert scored(make(), group(0, ["give up"], "in_rank")) == [[0.0]]
+    assert "KeyError: 'gold'" in capfd.readouterr().err
+
+
 def test_an_evaluation_counts_what_has_no_verdict_and_drops_nothing(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
     """Each other sample keeps its reward, and has its answer, where the reward runs in this process too."""
     scorer = make(timeout_s=SHORT_S, on_error="drop_group", on_timeout="drop_group")
