@@ -174,11 +174,10 @@ def most_layers(inputs: MemoryInputs, row: Row, machine: Machine) -> int:
     found = 0
     for layers in range(1, MOST_LAYERS):
         plan = _planned(inputs, row, layers, machine)
-        peak, floor = _update(plan), plan.memory.floor.stages[0].gpu["update"]
-        own = {name: size for name, size in peak.parts.items() if not name.startswith("engine's")}
-        spread = plan.memory.error * sum(size for name, size in own.items() if name not in floor)
+        peak, floor = _update(plan), Peak("update", plan.memory.floor.stages[0].gpu["update"])
+        own = Peak("update", {name: size for name, size in peak.parts.items() if not name.startswith("engine's")})
         host, host_spread = plan.memory.host((row.gpus,), "update")
-        if (sum(own.values()) + spread) / GIB > machine.gpu_gib or host.gib + host_spread > machine.host_gib:
+        if own.gib + plan.memory.spread(own, floor) > machine.gpu_gib or host.gib + host_spread > machine.host_gib:
             break
         found = layers
     return found

@@ -267,6 +267,7 @@ WORKAROUNDS = (
         (0, 29),
         "an engine of many samples that end at once dies of MessagePack data that is malformed, or their tokens are others",
         "https://github.com/vllm-project/vllm/issues/24655",
+        is_mended=True,
     ),
 )
 

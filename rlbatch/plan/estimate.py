@@ -25,12 +25,15 @@ from rlbatch.plan.memory import (
     engine_share_gib,
     memory_floor,
     trainer_gib,
+    updates_before_generating,
 )
 from rlbatch.plan.workload import microbatches, pack_tokens, workload
 
 MIB = 2**20
 SHARED = ("engine's cache", "engine's workspace")
 """Parts whose sum is an engine's share of the GPU, which it keeps to. They add no error."""
+DIVIDED = "optimizer, in whole tensors"
+"""Half of the optimizer state that either the GPU or the host has: each may have all of it or nothing, and so has every rank of a stage."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class MemoryEstimate:
     Attributes:
         floor: Memory that is certainly held.
         expected: All expected memory, with the floor.
-        error: Relative error of each part that is not in the floor.
+        error: Relative error of each part that is not in the floor, but of ``DIVIDED``.
     """
 
     floor: MemoryFloor
@@ -49,8 +52,8 @@ class MemoryEstimate:
 
     def spread(self, expected: Peak, floor: Peak) -> float:
         """The error of an expected peak, plus or minus GiB."""
-        own = sum(size for name, size in expected.parts.items() if name not in SHARED and name not in floor.parts)
-        return self.error * own / GIB
+        own = sum(size for name, size in expected.parts.items() if name not in (*SHARED, DIVIDED, *floor.parts))
+        return (self.error * own + expected.parts.get(DIVIDED, 0.0)) / GIB
 
     def gpu_of_stage(self, stage: int, phase: str) -> tuple[Peak, float]:
         """The peak of a rank of the stage on its GPU in a phase, and its error in GiB."""
@@ -83,7 +86,7 @@ def estimate_memory(job: MemoryInputs, floor: MemoryFloor | None = None, *, has_
         if (id(certain), kept) not in alike:
             alike[id(certain), kept] = RankMemory(
                 {phase: {**certain.gpu[phase], **more} for phase, more in _on_gpu(job, certain, kept)} if job.on_gpu else certain.gpu,
-                {phase: {**parts, **_on_host(job), **_divided(job, certain, parts)} for phase, parts in certain.host.items()},
+                {phase: {**parts, **_on_host(job), **_divided(job, certain, phase, parts)} for phase, parts in certain.host.items()},
             )
     expected = [alike[id(certain), kept] for certain, kept in stages]
     return MemoryEstimate(floor, MemoryFloor(expected, floor.world_size, floor.shm_gib), assume.memory_error)
@@ -120,7 +123,7 @@ def _on_gpu(job: MemoryInputs, certain: RankMemory, activations: StageActivation
     }
     trained = {phase: {name: size * assume.activations_factor for name, size in parts.items()} for phase, parts in counted.items()}
     for phase in PHASES:
-        parts = {**always, **_divided(job, certain, certain.gpu[phase])} if certain.gpu[phase] else {}
+        parts = {**always, **_divided(job, certain, phase, certain.gpu[phase])} if certain.gpu[phase] else {}
         if phase in trained and not is_eval:
             parts |= trained[phase]
         if phase in BESIDE_ENGINES:
@@ -156,13 +159,16 @@ def _engine(job: MemoryInputs, certain: Parts, phase: str) -> Parts:
     return workspace | {"engine's cache": max(rest, certain["engine's cache"])}
 
 
-def _divided(job: MemoryInputs, certain: RankMemory, parts: Parts) -> Parts:
-    """Half of the optimizer state that may be on the GPU or on the host, bytes, if ``parts`` of either hold optimizer state; else empty."""
+def _divided(job: MemoryInputs, certain: RankMemory, phase: str, parts: Parts) -> Parts:
+    """``DIVIDED`` and its bytes on the GPU or on the host, whose ``parts`` hold some optimizer state in this phase; else empty."""
     if not certain.undecided:
         return {}
     assert job.offload is not None
-    sizes = {"optimizer": job.offload.hosted_bytes, LEFT: STATE_BYTES, "main weights": STATE_BYTES - MOMENT_BYTES, "moments": MOMENT_BYTES}
-    return {"optimizer, in whole tensors": certain.undecided / 2 * sum(size for name, size in sizes.items() if name in parts)}
+    main = STATE_BYTES - MOMENT_BYTES
+    left = STATE_BYTES if phase != "start" and updates_before_generating(job.config) else main
+    sizes = {"optimizer": job.offload.hosted_bytes, LEFT: left, "main weights": main, "moments": MOMENT_BYTES}
+    held = sum(size for name, size in sizes.items() if name in parts)
+    return {DIVIDED: certain.undecided / 2 * held} if held else {}
 
 
 def _on_host(job: MemoryInputs) -> Parts:

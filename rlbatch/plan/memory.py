@@ -187,7 +187,7 @@ def _trainer(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
     moving = {"weights on their way into a buffer": WEIGHT_BYTES[precision] * share.last_buffer} if job.on_gpu else {}
     kept = {} if offload.releases_gradients else gradients
     resting, beside_cache = weights | kept, kept if offload.moves_weights else weights | kept
-    state = main | moments if _updates_before_generating(config) else main
+    state = main | moments if updates_before_generating(config) else main
     if config.mode == "eval":
         return {phase: weights if phase in EVALUATING else {} for phase in PHASES}
     scoring = resting | state
@@ -241,7 +241,7 @@ def _host(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
     asleep = {}
     if job.on_gpu and shape.is_colocated and shape.asleep == "host":
         asleep = {"weights of sleeping engines": engine_memory(job).weights * GIB}
-    generating = later if _updates_before_generating(config) else always | moved
+    generating = later if updates_before_generating(config) else always | moved
     return {
         "load": loaded,
         "start": started,
@@ -252,7 +252,7 @@ def _host(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
     }
 
 
-def _updates_before_generating(config: Config) -> bool:
+def updates_before_generating(config: Config) -> bool:
     """Whether engines generate after an update, which creates Adam's moments."""
     return config.train.steps > 1 or bool(eval_sets(config))
 

@@ -15,7 +15,7 @@ from rlbatch.api import ConfigError
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.plan.activations import layer_bytes
 from rlbatch.plan.engine_memory import GIB, MemoryInputs
-from rlbatch.plan.estimate import estimate_memory
+from rlbatch.plan.estimate import DIVIDED, estimate_memory
 from rlbatch.plan.layout import check_layout
 from rlbatch.plan.memory import PHASES, STATE
 from rlbatch.plan.parameters import ModelSize
@@ -104,13 +104,25 @@ def test_offloading_more_takes_more_of_a_node() -> None:
 
 @pytest.mark.parametrize(("fraction", "undecided"), [(0.5, 1.0), (0.999999, 0.0), (1.0, 0.0)])
 def test_the_optimizer_is_divided_in_whole_tensors(fraction: float, undecided: float) -> None:
-    """The last of the host's may be the largest: half of that is expected on each side, and no more than the GPU would have."""
-    inputs = job(*QWEN, "offload=cpu_adam", f"offload.options.fraction={fraction}")
+    """The last of the host's may be the largest: half of that is expected on each side, give or take all of it, and no more than the GPU
+    would have. What leaves the GPU before the first update are main weights alone.
+    """
+    keys = (*QWEN, "offload=cpu_adam", f"offload.options.fraction={fraction}")
+    inputs, moving = job(*keys), job(*keys, "offload.options.optimizer_state=true", "offload.options.weights=true")
     assert inputs.model is not None
-    share, [rank] = inputs.model.shares(inputs.config.layout)[0], estimate_memory(inputs).expected.stages
-    found = [parts["update"].get("optimizer, in whole tensors", 0.0) for parts in (rank.gpu, rank.host)]
-    assert found == pytest.approx([undecided * share.largest / 2 * each for each in (12, 16)], abs=1e-5 * share.owned)
-    assert {"main weights", "moments"} <= rank.gpu["update"].keys()
+    half, estimate = undecided * inputs.model.shares(inputs.config.layout)[0].largest / 2, estimate_memory(inputs)
+    [rank], [moved] = estimate.expected.stages, estimate_memory(moving).expected.stages
+    held = (
+        (rank.gpu["update"], 12),
+        (rank.host["update"], 16),
+        (moved.host["start"], 4),
+        (moved.host["generate"], 28),
+        (moved.gpu["start"], 0),
+    )
+    for parts, each in held:
+        assert parts.get(DIVIDED, 0.0) == pytest.approx(half * each, rel=1e-3, abs=half * 1e-3 + 1e6)
+    assert estimate.gpu_of_stage(0, "update")[1] >= 12 * half / GIB
+    assert estimate.host((1,), "update")[1] >= 16 * half / GIB
 
 
 def test_state_is_of_fewer_ranks() -> None:

@@ -26,6 +26,7 @@ class Workaround:
         symptom: What happens without it.
         link: Where upstream has, or discusses, the code.
         cpu_only: Whether only the CPU backend has the fault.
+        is_mended: Whether the release after ``last`` is without the fault: nobody is warned about later ones.
     """
 
     apply: Callable[[], None]
@@ -34,6 +35,7 @@ class Workaround:
     symptom: str
     link: str
     cpu_only: bool = False
+    is_mended: bool = False
 
     @property
     def name(self) -> str:
@@ -62,7 +64,7 @@ def apply_those_for(
         applied.add(workaround.name)
         if workaround.first <= release <= workaround.last:
             workaround.apply()
-        else:
+        elif not (workaround.is_mended and release > workaround.last):
             first, last = (".".join(map(str, numbers)) for numbers in (workaround.first, workaround.last))
             warn(
                 f"rlbatch: the workaround {workaround.name} is for {first} to {last} and not applied to {version}. "
