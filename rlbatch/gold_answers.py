@@ -1,4 +1,4 @@
-"""Asks a reward what it says of the answers that it compares with: a reward that refuses its own labels teaches nothing."""
+"""Checks that a reward accepts its own labels as answers: one that refuses them teaches nothing."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def scope_of(rewards: Table, name: str, options: Mapping[str, Any]) -> Scope:
 
 
 def deadline_of(rewards: Table, name: str, options: Mapping[str, Any]) -> float:
-    """Seconds that a call may take: at least what all its parts may."""
+    """Seconds that a call may take: at least the sum of what its parts may."""
     entry = rewards[name]
     own = entry.value.timeout_s
     if callable(own):

@@ -75,7 +75,7 @@ class Outcome:
 
 @cache
 def interpreter() -> tuple[str, str]:
-    """This Python without the virtual environment around it, and the folder that it needs."""
+    """Path of the Python outside of this virtual environment, and its prefix, the folder that it needs."""
     path = os.path.realpath(getattr(sys, "_base_executable", sys.executable) or sys.executable)
     return path, os.path.realpath(sys.base_prefix)
 

@@ -1,4 +1,4 @@
-"""DeepSeek's models load two tensors together: SGLang forgets one that comes without the other in the same call."""
+"""Holds a tensor back until its partner comes: SGLang's DeepSeek models load two together, and forget one that comes alone."""
 
 from __future__ import annotations
 

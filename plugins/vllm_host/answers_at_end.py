@@ -1,6 +1,6 @@
-"""vLLM's scheduler, which hands a sample over once, with its last token: tokens, log-probs and experts.
+"""Stands before vLLM's scheduler: a sample is sent once, with its last token, instead of token by token.
 
-vLLM's own sends them with every token: arrays of a few bytes, which its core encodes and the host decodes for each of some hundred samples
+vLLM's own sends tokens, log-probs and experts with every token: arrays of a few bytes, which its core encodes and the host decodes for each of some hundred samples
 in each step: milliseconds (``benchmarks/vllm_messages.py``), and nobody here reads a sample before its end. Imports vLLM only where it
 builds a scheduler.
 """

@@ -1,6 +1,6 @@
-"""Correction of what engine and trainer disagree on: the engine sampled with its own arithmetic, the gradient is the trainer's.
+"""Importance weights and rejection for log-probs on which engine and trainer disagree.
 
-Everything is in terms of ``d = old - rollout``, the trainer's log-prob of a sampled token before the step's first update less the
+The engine sampled with its own arithmetic, the gradient is the trainer's. Everything is in terms of ``d = old - rollout``, the trainer's log-prob of a sampled token before the step's first update less the
 engine's, and of the ratio ``exp(d)``. Each part looks at what was sampled, not at what another part has rejected: weights multiply, masks
 intersect, and their order does not matter. Exponents are clamped to +-20, a sum over a sequence as a whole (as verl does; slime, NeMo-RL
 and prime-rl clamp nothing).

@@ -156,7 +156,7 @@ class OffloadSpec(Configurable):
         needs_gpu: Refused at submit where the ranks would run on CPUs.
         memory: What it does with memory, given its options and ``train.precision``; may raise ``ConfigError``. None: not known, then all
             that it could move counts as nothing.
-        advised: Options with which it is advised where a job does not fit.
+        advised: Options that the planner suggests where a job does not fit.
     """
 
     needs_gpu: bool = False

@@ -1,4 +1,4 @@
-"""Reads a file's bytes at a place, into memory that is there."""
+"""Reads a range of a file into a buffer that exists already."""
 
 from __future__ import annotations
 

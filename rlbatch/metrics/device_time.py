@@ -148,7 +148,7 @@ def length(intervals: Iterable[Interval]) -> int:
 
 
 def _places(operations: Sequence[Any]) -> tuple[dict[int, tuple[str, str]], dict[int, int]]:
-    """Phase and module of each operation, and its nanoseconds without the operations it calls, both by correlation id."""
+    """Two tables by correlation id: phase and module of an operation, and its own nanoseconds without those of operations that it calls."""
     places: dict[int, tuple[str, str]] = {}
     own: dict[int, int] = {}
     of_forward: dict[tuple[int, int], str] = {}

@@ -227,9 +227,9 @@ def _least_engines(job: MemoryInputs, registry: Registry) -> dict[str, Any]:
 
 
 def candidates(plan: JobPlan) -> Iterator[Candidate]:
-    """Yields all candidates whose weights and gradients fit a GPU.
+    """Yields all candidates whose weights and gradients fit a GPU, each with a lower bound of its step time.
 
-    Their bounds are times with an optimizer that stays on the GPU, which no offload strategy beats.
+    The bound is the time with an optimizer that stays on the GPU, which no offload strategy beats.
     """
     job, gpu = replace(plan.job, offload=OffloadMemory()), gpu_of(plan.job.config)
     own, node = job.config, plan.nodes[0]

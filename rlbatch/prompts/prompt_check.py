@@ -230,7 +230,7 @@ def _none_needed(one: PromptSet, takes: Callable[[Any], None]) -> str:
 
 
 def _check_end(tokenizer: PreTrainedTokenizerBase, family: ModelFamily, folder: Path) -> None:
-    """Refuses an end token of the tokenizer that the model does not have: transformers adds one that no file has behind the others."""
+    """Refuses an end token that the model lacks: transformers may add one to a tokenizer, with an id beyond the vocabulary."""
     if tokenizer.eos_token_id is not None:
         end_tokens(folder, read_config(folder), family.vocab_size, tokenizer.eos_token_id)
 

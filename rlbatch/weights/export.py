@@ -79,7 +79,9 @@ class _EntryPlan:
 
 
 class Exporter:
-    """Exports of parameters of certain shapes, with ``quantize`` the family's fp8 weights as e4m3 and scales; a collective of all ranks.
+    """Streams full Hugging Face tensors of parameters of fixed shapes; a collective of all ranks.
+
+    With ``quantize`` the family's fp8 weights are e4m3 values and scales.
 
     Raises:
         ModelError: an entry that no rank holds, or a layer with experts of both kinds.
@@ -260,7 +262,7 @@ class Exporter:
         return whole[: shard.nbytes].view(shard.dtype).view(shard.shape)
 
     def _from_stage(self, entry: _EntryPlan, local: Tensor | None, device: torch.device, experts: int | None = None) -> Tensor:
-        """What the owner stage's shard, or a stack of shards of so many experts, travels as, on every stage."""
+        """Broadcasts the owner stage's encoded shard, or a stack of shards of so many experts, to all stages."""
         tensor = entry.form.empty(device, experts) if local is None else entry.form.encode(local, is_stack=experts is not None)
         return _broadcast(tensor, entry.stage, self._groups.pp)
 

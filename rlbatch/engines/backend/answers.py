@@ -1,4 +1,4 @@
-"""What names a sample to an engine's host, and the samples in its answers."""
+"""Gives each sample its seed, by which an engine's host knows it, and decodes the host's answers to samples."""
 
 from __future__ import annotations
 

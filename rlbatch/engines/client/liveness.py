@@ -1,5 +1,6 @@
-"""Tells whether an engine lives. While something is awaited of it, it answers a ping or its processes work; else the processes that it
-needs are there.
+"""Tells whether an engine lives.
+
+While something is awaited of it, it answers a ping or its processes work; else the processes that it needs are there.
 """
 
 from __future__ import annotations

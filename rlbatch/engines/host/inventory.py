@@ -1,4 +1,4 @@
-"""What an interpreter has of an engine, and what is wrong with a user's options of it, told without importing it, which takes many seconds.
+"""Lists an engine's version and options without importing it, which takes many seconds, and finds what is wrong with a user's options.
 
 Runs under that interpreter; ``main`` is given JSON: names of distributions, and ``options``'s arguments.
 """
@@ -65,7 +65,7 @@ def options(source: str, classes: Sequence[str]) -> list[str]:
 
 
 def refusal(options: Mapping[str, Any], known: Sequence[str], decided: Mapping[str, str], engine: str, listed: str) -> str:
-    """What is wrong with the first wrong option; empty if all are right.
+    """Message about the first wrong option; empty if all are right.
 
     Args:
         options: The user's ``rollout.engine.*``.

@@ -47,7 +47,7 @@ class JobState:
 
 
 def job_state(job_id: str) -> JobState:
-    """Asks ``scontrol``, then ``sacct``."""
+    """State of a Slurm job: what ``scontrol`` says, or else ``sacct``; UNKNOWN if neither knows it."""
     return _from_controller(job_id) or _from_accounting(job_id) or JobState(UNKNOWN, "neither scontrol nor sacct knows it")
 
 
