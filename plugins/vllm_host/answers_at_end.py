@@ -1,8 +1,8 @@
 """Stands before vLLM's scheduler: a sample is sent once, with its last token, instead of token by token.
 
-vLLM's own sends tokens, log-probs and experts with every token: arrays of a few bytes, which its core encodes and the host decodes for each of some hundred samples
-in each step: milliseconds (``benchmarks/vllm_messages.py``), and nobody here reads a sample before its end. Imports vLLM only where it
-builds a scheduler.
+vLLM's own sends tokens, log-probs and experts with every token: arrays of a few bytes, which its core encodes and the host decodes for
+each of some hundred samples in each step: milliseconds (``benchmarks/vllm_messages.py``), and nobody here reads a sample before its end.
+Imports vLLM only where it builds a scheduler.
 """
 
 from __future__ import annotations

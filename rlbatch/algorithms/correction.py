@@ -1,9 +1,9 @@
 """Importance weights and rejection for log-probs on which engine and trainer disagree.
 
-The engine sampled with its own arithmetic, the gradient is the trainer's. Everything is in terms of ``d = old - rollout``, the trainer's log-prob of a sampled token before the step's first update less the
-engine's, and of the ratio ``exp(d)``. Each part looks at what was sampled, not at what another part has rejected: weights multiply, masks
-intersect, and their order does not matter. Exponents are clamped to +-20, a sum over a sequence as a whole (as verl does; slime, NeMo-RL
-and prime-rl clamp nothing).
+The engine sampled with its own arithmetic, the gradient is the trainer's. Everything is in terms of ``d = old - rollout``, the trainer's
+log-prob of a sampled token before the step's first update less the engine's, and of the ratio ``exp(d)``. Each part looks at what was
+sampled, not at what another part has rejected: weights multiply, masks intersect, and their order does not matter. Exponents are clamped
+to +-20, a sum over a sequence as a whole (as verl does; slime, NeMo-RL and prime-rl clamp nothing).
 
 - **Weights** (``correction.weights``): ``exp(d)`` of each token, or ``exp(sum d)`` of the sequence on all of its tokens. ``truncate``: at
   most ``weight_high`` (TIS; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). ``band``: 0 outside

@@ -1,7 +1,8 @@
 """Two parent processes of each rank, which pass signals down to it and kill what it leaves behind.
 
-What starts a rank sees the upper one; each of them is a fork from before the rank has threads. They pass signals down and the rank's end up, and when it has ended, kill all processes that it started, and those these started: whoever
-loses its parent comes up to them. Two, because one may be killed with SIGKILL too: then the other ends the rest.
+What starts a rank sees the upper one; each of them is a fork from before the rank has threads. They pass signals down and the rank's end
+up, and when it has ended, kill all processes that it started, and those these started: whoever loses its parent comes up to them. Two,
+because one may be killed with SIGKILL too: then the other ends the rest.
 
 An exit code is believed only of a rank that has said it: code that is not ours may end the process with 0 at any moment.
 """
