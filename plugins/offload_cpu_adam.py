@@ -14,7 +14,7 @@ from typing import Annotated
 from rlbatch.api import ConfigError, OffloadMemory, OffloadSpec, OptimizerSpec, Range, hookimpl
 from rlbatch.api.values import option
 
-from .offload_parts.moving import Moving
+from .offload_parts.moving_strategy import Moving
 
 HOST_BYTES = 16
 """Bytes on the host for each parameter: fp32 main weight, gradient and two moments."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rlbatch.api import OffloadMemory, OffloadSpec, hookimpl
 from rlbatch.api.values import option
 
-from .offload_parts.moving import Moving
+from .offload_parts.moving_strategy import Moving
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``offload=optimizer_state``: what it asks of the optimizer, and says of itself. What it moves: ``offload_parts/test_moved.py``."""
+"""``offload=optimizer_state``: what it asks of the optimizer, and says of itself. What it moves: ``offload_parts/test_host_copies.py``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``offload=weights``: what it asks of the optimizer, and says of itself. What it moves: ``offload_parts/test_moved.py``."""
+"""``offload=weights``: what it asks of the optimizer, and says of itself. What it moves: ``offload_parts/test_host_copies.py``."""
 
 from __future__ import annotations
 

@@ -340,7 +340,7 @@ def test_table_of_ranks(tmp_path: Path) -> None:
     """The command without torch: every rank prints the same checksum, rank 0 the hosts."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "rlbatch.launch.membership.table", "--run-dir", str(tmp_path)],
+            [sys.executable, "-m", "rlbatch.launch.membership.check_rendezvous", "--run-dir", str(tmp_path)],
             env={**rendezvous.os.environ, **watched.rank_variables(rank, 8, 4)},
             stdout=subprocess.PIPE,
             text=True,

@@ -1,4 +1,4 @@
-"""Shows whether ranks find each other: ``srun python -m rlbatch.launch.membership.table --run-dir DIR``, without torch or a config.
+"""Shows whether ranks find each other, without torch or a config: ``python -m rlbatch.launch.membership.check_rendezvous``, by srun.
 
 Every rank reads its launcher's variables, meets the others as the ranks of a run do, and prints one line::
 
@@ -29,7 +29,7 @@ from rlbatch.launch.records.streams import keep_output
 def main() -> None:
     """Runs the command on this rank."""
     parser = argparse.ArgumentParser(
-        prog="python -m rlbatch.launch.membership.table", description="Whether a launcher's ranks find each other."
+        prog="python -m rlbatch.launch.membership.check_rendezvous", description="Whether a launcher's ranks find each other."
     )
     parser.add_argument("--run-dir", type=Path, required=True, help="A folder that all ranks see.")
     parser.add_argument("--timeout", type=float, default=120.0, help="Seconds until all ranks must have come.")

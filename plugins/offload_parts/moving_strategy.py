@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rlbatch.api import MemoryHandles
 
 from ..offload_gradients import ReleasedGradients
-from .moved import Moved
+from .host_copies import Moved
 
 
 class Moving(ReleasedGradients):
