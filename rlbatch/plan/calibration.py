@@ -13,6 +13,8 @@ from statistics import median
 from rlbatch.config.assumptions import CORRECTIONS, AssumeConfig
 from rlbatch.config.schema import Config
 from rlbatch.plan.accounting import STEP_PHASES, Table
+from rlbatch.plan.engine_memory import GIB
+from rlbatch.plan.estimate import DIVIDED
 from rlbatch.plan.job_plan import JobPlan
 
 FACTORS = {"sync": "sync_factor", "rollout": "generate_factor", "logprobs": "logprobs_factor", "update": "update_factor"}
@@ -60,8 +62,9 @@ def factors(plan: JobPlan, table: Table, measured: Measured) -> dict[str, float]
         if min(planned, took) >= LEAST_S:
             found[name] = _factor(took / planned)
     update, took_gib = table["update"].get("trainer", {}), measured.memory.get("update", {}).get("trainer", 0.0)
-    if update and took_gib and (counted := update["planned"] - update["at_least"]) >= LEAST_GIB:
-        found[ACTIVATIONS] = _factor((took_gib - update["at_least"]) / counted)
+    others = update.get("at_least", 0.0) + plan.memory.expected.stages[0].gpu["update"].get(DIVIDED, 0.0) / GIB
+    if update and took_gib and (counted := update["planned"] - others) >= LEAST_GIB:
+        found[ACTIVATIONS] = _factor((took_gib - others) / counted)
     return found
 
 
