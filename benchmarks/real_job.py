@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -50,6 +51,7 @@ HOST_GIB, GPU_GIB = 2.0, 1.0
 BUFFERS_GIB = 152 / 1024
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 GPU_USED = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 DRAWN = 2**22
 """Random numbers."""
 COMPARED = ("train/loss", "train/grad_norm", "reward/mean")
@@ -255,7 +257,7 @@ def run(setup: Setup, keys: list[str], saved_step: int = 0) -> Measured:
 
 def _watch(pid: int, draft: Path | None, found: Measured, ended: threading.Event) -> None:
     """Asks the driver of the GPUs' memory: this process must not have a context on them."""
-    has_gpus = shutil.which(GPU_USED[0]) is not None
+    has_gpus, command = shutil.which(GPU_USED[0]) is not None, GPU_USED + [f"--id={ids}" for ids in (os.environ.get(VISIBLE),) if ids]
     while not ended.wait(0.2):
         is_saving, ranks = draft is not None and draft.exists(), [0.0]
         for process in psutil.Process(pid).children(recursive=True) if psutil.pid_exists(pid) else ():
@@ -266,7 +268,7 @@ def _watch(pid: int, draft: Path | None, found: Measured, ended: threading.Event
                 continue
         found.host[is_saving] = max(found.host[is_saving], *ranks) if is_saving else max(ranks)  # before a save: the last one
         if has_gpus:
-            used = subprocess.run(GPU_USED, capture_output=True, text=True, check=True).stdout.split()
+            used = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
             most = max(map(float, used)) / 1024
             found.gpu[is_saving] = max(found.gpu[is_saving], most) if is_saving else most
         if draft is not None and not is_saving and found.host[True]:
