@@ -4,8 +4,8 @@
   Losses, gradient norms and rewards of both must agree (``tolerance``), and the save may take no more beside what was held than 2 GiB and
   two buffers of host memory a rank, and 1 GiB of a GPU.
 - ``steps``: three steps without a save.
-- ``offload``: with the most layers that ``rlbatch.plan`` lets through, two steps (and with ``save=1`` a save and the third step, resumed);
-  two layers more must be refused, and fail when that is forced.
+- ``offload``: with the most layers that ``rlbatch.plan`` says fit, two steps (and with ``save=1`` a save and the third step, resumed);
+  two layers more, or as many as are then refused and not merely too close, must be refused, and fail when that is forced.
 
 The model has the shape of Qwen3-30B-A3B, random weights and ``layers`` layers, a file a layer; prompts are the embedded task's,
 the reward is a hash of the response. Names: ``layers=8 ranks=2 gpus=1 folder=/tmp/real_job tolerance=0.02 other="layout.tp_size=2"
@@ -28,6 +28,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -52,6 +53,8 @@ BUFFERS_GIB = 152 / 1024
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 GPU_USED = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+FITS, REFUSED = 0, 2
+"""Exit codes."""
 DRAWN = 2**22
 """Random numbers."""
 COMPARED = ("train/loss", "train/grad_norm", "reward/mean")
@@ -226,7 +229,8 @@ def _checkpoint(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 @cache
 def _drawn() -> Tensor:
-    return torch.randn(DRAWN, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    """The list, twice: a part that begins in the first ends in the second."""
+    return torch.randn(DRAWN, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16().repeat(2)
 
 
 def _random(name: str, tensor: Tensor) -> Tensor:
@@ -234,7 +238,8 @@ def _random(name: str, tensor: Tensor) -> Tensor:
     if tensor.dim() == 1:
         return torch.ones(tensor.shape, dtype=tensor.dtype)
     first, size = zlib.crc32(name.encode()) % DRAWN, tensor.numel()
-    return _drawn().repeat(-(-(first + size) // DRAWN))[first : first + size].view(tensor.shape).clone()
+    drawn = _drawn() if size <= DRAWN else _drawn().repeat(size // DRAWN)
+    return drawn[first : first + size].view(tensor.shape).clone()
 
 
 def run(setup: Setup, keys: list[str], saved_step: int = 0) -> Measured:
@@ -260,12 +265,11 @@ def _watch(pid: int, draft: Path | None, found: Measured, ended: threading.Event
     has_gpus, command = shutil.which(GPU_USED[0]) is not None, GPU_USED + [f"--id={ids}" for ids in (os.environ.get(VISIBLE),) if ids]
     while not ended.wait(0.2):
         is_saving, ranks = draft is not None and draft.exists(), [0.0]
-        for process in psutil.Process(pid).children(recursive=True) if psutil.pid_exists(pid) else ():
-            try:
-                if "rlbatch.run" in process.cmdline():
-                    ranks.append(process.memory_info().rss / GIB)
-            except psutil.Error:
-                continue
+        with suppress(psutil.Error):  # it has ended
+            for process in psutil.Process(pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    if "rlbatch.run" in process.cmdline():
+                        ranks.append(process.memory_info().rss / GIB)
         found.host[is_saving] = max(found.host[is_saving], *ranks) if is_saving else max(ranks)  # before a save: the last one
         if has_gpus:
             used = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
@@ -326,31 +330,34 @@ def steps(setup: Setup) -> int:
 def offload(setup: Setup) -> int:
     """The case of that name."""
     layers = setup.layers
-    while _fits(setup, layers + 2):
+    while _planned(setup, layers + 2) == FITS:
         layers += 2
-    while layers > 1 and not _fits(setup, layers):
+    while layers > 1 and _planned(setup, layers) != FITS:
         layers -= 1
     family = load_plugins().resolve_model_family(setup.model(layers))
     print(f"{layers} layers fit, {ModelSize(family).total.total / 1e9:.2f} B parameters", flush=True)
     setup.layers = layers
     failures = resume(setup) if setup.save else steps(setup)
-    write_model(setup, layers + 2, weights=False)
-    refused = run(setup, setup.job(layers + 2, "refused", 2))
-    failures += told("two layers more are refused", refused.code == 2)
-    write_model(setup, layers + 2, weights=True)
+    layers += 2
+    while _planned(setup, layers) != REFUSED:
+        layers += 1
+    refused = run(setup, setup.job(layers, "refused", 2))
+    failures += told(f"{layers} layers are refused", refused.code == REFUSED)
+    write_model(setup, layers, weights=True)
     forced = run(
         setup,
-        [*setup.job(layers + 2, "forced", 2), "cluster.gpu_memory_gib=9999", "cluster.host_memory_gib=9999", "launch.preflight=false"],
+        [*setup.job(layers, "forced", 2), "cluster.gpu_memory_gib=9999", "cluster.host_memory_gib=9999", "launch.preflight=false"],
     )
     return failures + told("and fail when that is forced", forced.code != 0)
 
 
-def _fits(setup: Setup, layers: int) -> bool:
+def _planned(setup: Setup, layers: int) -> int:
+    """What ``rlbatch.plan`` ends with: ``FITS``, ``REFUSED``, or 1 where it is too close."""
     write_model(setup, layers, weights=False)
     plan = subprocess.run(
         [sys.executable, "-m", "rlbatch.plan", *setup.job(layers, "plan", 2)], capture_output=True, text=True, check=False
     )
-    return plan.returncode != 2
+    return plan.returncode
 
 
 def main(arguments: list[str]) -> int:

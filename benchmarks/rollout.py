@@ -4,8 +4,9 @@ Two engines take turns, each in its own process as in a run. One gets requests f
 and draws are vLLM's own; it gets them from a loop beside it in its process that calls ``AsyncLLM.generate`` and nothing else: with the same
 seeds and log-probs, without seeds, and without either. Prints medians: tokens/s of each, rlbatch's share, and CPU seconds of the engine's
 processes, which other work on the machine changes less. ``routes=1`` compares rlbatch's engine with one that says which experts its tokens
-went to, of a model with experts. The GPU has memory for both: ``gpu_memory_utilization=0.3`` of each. Options: ``prompts=64 samples=8
-prompt_tokens=64 response_tokens=256``, ``python=<interpreter with vLLM>``, and any of vLLM's own.
+went to, of a model with experts; with ``stops=300`` the last 300 tokens of the vocabulary end a sample, so that samples end at all times.
+The GPU has memory for both: ``gpu_memory_utilization=0.3`` of each. Options: ``prompts=64 samples=8 prompt_tokens=64 response_tokens=256``,
+``python=<interpreter with vLLM>``, and any of vLLM's own.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class BareEngine(VllmEngine):
                 temperature=header["temperature"],
                 max_tokens=header["max_tokens"],
                 ignore_eos=True,
+                stop_token_ids=header["stop_token_ids"],
                 logprobs=0 if header["logprobs"] else None,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
@@ -110,18 +112,21 @@ def main(arguments: list[str]) -> None:
     said = dict(argument.split("=", 1) for argument in arguments)
     device, gib, kind = said.pop("device", "cuda:0"), float(said.pop("gib", 2)), said.pop("kind", "qwen3")
     second = "rlbatch, with routes" if said.pop("routes", "") == "1" else BARE
-    numbers = {"rounds": 3, "prompts": 64, "samples": 8, "prompt_tokens": 64, "response_tokens": 256}
+    numbers = {"rounds": 3, "prompts": 64, "samples": 8, "prompt_tokens": 64, "response_tokens": 256, "stops": 0}
     numbers |= {name: int(said.pop(name)) for name in list(numbers) if name in said}
     engine = ENGINE | {name: value if name == "python" else json.loads(value) for name, value in said.items()}
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         model = random_model(Path(scratch) / "model", kind, gib, device)
         prompts = [Prompt(i, "", tuple(range(2 + i, 2 + i + numbers["prompt_tokens"]))) for i in range(numbers["prompts"])]
-        params = SamplingParams(1.0, numbers["response_tokens"], (), numbers["samples"], (0, 0))
+        vocab = len(model.stacks["lm_head.weight"])
+        stops = tuple(range(vocab - numbers["stops"], vocab))
+        params = SamplingParams(1.0, numbers["response_tokens"], stops, numbers["samples"], (0, 0))
         header = {
             "lengths": [len(prompt.token_ids) for prompt in prompts],
             "samples": params.samples_per_prompt,
             "temperature": params.temperature,
             "max_tokens": params.max_response_tokens,
+            "stop_token_ids": stops,
         }
         engines = {}
         for number, name in enumerate(("rlbatch", second)):

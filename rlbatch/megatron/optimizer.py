@@ -80,12 +80,12 @@ def build_schedule(optimizer: MegatronOptimizer, config: OptimizerConfig, steps:
 
 
 def held_state(optimizer: Any) -> Iterator[Tensor]:
-    """Main weights, moments and step counts of a rank, on any device; some may come twice."""
+    """Main weights, then moments and step counts of a rank, on any device; some may come twice."""
     for one in optimizer.chained_optimizers:
         for group in one.shard_fp32_from_float16_groups:
             yield from (main for main in group if main is not None)
-        inner = one.optimizer
-        yield from getattr(inner, "param_to_fp32_param", {}).values()  # of HybridDeviceOptimizer, which has its main weights itself
-        for part in getattr(inner, "sub_optimizers", [inner]):
+        yield from getattr(one.optimizer, "param_to_fp32_param", {}).values()  # of HybridDeviceOptimizer, which has its main weights itself
+    for one in optimizer.chained_optimizers:
+        for part in getattr(one.optimizer, "sub_optimizers", [one.optimizer]):
             for state in part.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))

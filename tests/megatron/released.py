@@ -32,6 +32,7 @@ class Updates:
         tensors: Weights and optimizer state at the end.
         held: Bytes of gradients: after the start, before and after each update, and while released.
         staying: Bytes of weights, and of optimizer state, while an engine would generate.
+        host: Bytes of host memory that were taken, and of weights and of optimizer state, each tensor from a multiple of 16 on.
     """
 
     sums: list[dict[str, float]]
@@ -39,6 +40,7 @@ class Updates:
     tensors: list[torch.Tensor]
     held: list[tuple[str, int]]
     staying: list[tuple[int, int]]
+    host: tuple[int, int, int] = (0, 0, 0)
 
 
 def trainer_of(
@@ -82,6 +84,8 @@ def updated(folder: str, layout: LayoutConfig, precision: str, offload: str, opt
                 result.sums.append(trainer.update(batches, objective, float(total)))
                 result.held.append(("updated", trainer.gradient_bytes))
         result.logprobs += old
+    weights, state = (sum(-(-tensor.nbytes // 16) * 16 for tensor in part) for part in (trainer.weights(), trainer.optimizer_state()))
+    result.host = (trainer.host_bytes, weights, state)
     result.tensors = [tensor.detach().clone() for tensor in (*trainer.params.values(), *trainer.optimizer_state())]
     return result
 
@@ -94,10 +98,10 @@ def compared(folder: str, layout: LayoutConfig, precision: str) -> tuple[list[st
 
 def moved(
     folder: str, layout: LayoutConfig, precision: str, strategies: list[tuple[str, dict[str, Any]]]
-) -> list[tuple[list[str], list[tuple[int, int]]]]:
-    """Of each strategy what differs at all from ``none``, and the bytes that stay in each generation."""
+) -> list[tuple[list[str], list[tuple[int, int]], tuple[int, int, int]]]:
+    """Of each strategy what differs at all from ``none``, the bytes that stay in each generation, and the host's."""
     kept, *others = (updated(folder, layout, precision, *strategy) for strategy in (("none", {}), *strategies))
-    return [(_differing(kept, other), other.staying) for other in (kept, *others)]
+    return [(_differing(kept, other), other.staying, other.host) for other in (kept, *others)]
 
 
 def _differing(kept: Updates, released: Updates) -> list[str]:

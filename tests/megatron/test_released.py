@@ -51,7 +51,7 @@ MOVING = [("optimizer_state", {}), ("weights", {}), ("optimizer_state", {"weight
 @pytest.mark.parametrize(("layout", "precision"), [("ep2", "bf16"), pytest.param("dp2", "fp32", marks=LONG)])
 def test_updates_are_bitwise_those_of_memory_that_stays(layout: str, precision: str, folder: Path, rank_pool) -> None:
     """The same with main weights and moments, weights, or both away while an engine would generate: none of theirs stays, all of the
-    others' does. In fp32 the weights are their own main weights.
+    others' does. In fp32 the weights are their own main weights. The host's memory is of exact size, though moments come later.
     """
     spread = LAYOUTS[layout]
     for kept, state, weights, both in rank_pool(spread.world_size).run(released.moved, str(folder), spread, precision, MOVING):
@@ -61,3 +61,5 @@ def test_updates_are_bitwise_those_of_memory_that_stays(layout: str, precision: 
         assert both[1] == [(0, 0)] * released.UPDATES
         assert min(size for size, _ in kept[1]) > 0
         assert kept[1][-1][1] > kept[1][0][1]  # moments came with the first update
+        _, weight_bytes, state_bytes = kept[2]
+        assert [each[2][0] for each in (kept, state, weights, both)] == [0, state_bytes, weight_bytes, weight_bytes + state_bytes]

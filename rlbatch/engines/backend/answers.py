@@ -23,7 +23,7 @@ def seed(params: SamplingParams, prompt: Prompt, index: int) -> int:
 
 
 def completions(answer: Mapping[str, Any], payload: bytes) -> list[Completion]:
-    """One prompt's samples: int32 tokens, then as many float32 log-probs, then int16 routes of those that have some."""
+    """One prompt's samples: int32 tokens, then as many float32 log-probs, then routes of those that have some."""
     lengths = answer["lengths"]
     middle = 4 * sum(lengths)
     logprobs, start, made = array("f", payload[middle : 2 * middle]), 0, []
@@ -37,14 +37,15 @@ def completions(answer: Mapping[str, Any], payload: bytes) -> list[Completion]:
 
 
 def _routes(shapes: Sequence[Sequence[int] | None], payload: bytes) -> Iterator[Tensor | None]:
-    """Each sample's routes, an int16 tensor of its shape; None for a sample without a shape."""
-    start = 0
+    """Each sample's routes, of its shape, uint8 or int16 as there are bytes; None for a sample without a shape."""
+    start, count = 0, sum(math.prod(shape) for shape in shapes if shape is not None)
+    width = len(payload) // count if count else 1
     for shape in shapes:
         if shape is None:
             yield None
             continue
         import torch
 
-        end = start + 2 * math.prod(shape)
-        yield torch.frombuffer(bytearray(payload[start:end]), dtype=torch.int16).view(*shape)
+        end = start + width * math.prod(shape)
+        yield torch.frombuffer(bytearray(payload[start:end]), dtype=torch.uint8 if width == 1 else torch.int16).view(*shape)
         start = end

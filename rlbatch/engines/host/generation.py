@@ -25,7 +25,8 @@ class Sampled:
         logprobs: The log-prob of each token.
         reason: Why it ended, ``stop`` or ``length``.
         seconds: That it took, without those in the engine's queue if the engine says how many these were.
-        routes: Routes of tokens of the prompt and the response, if asked for: [tokens, layers, experts a token], and as many int16.
+        routes: Routes of tokens of the prompt and the response, if asked for: [tokens, layers, experts a token], and as many uint8,
+            or in all samples of an engine int16.
     """
 
     tokens: Sequence[int]

@@ -15,6 +15,8 @@ from rlbatch.api import ConfigError
 from rlbatch.foreign_code import text
 
 ROOT, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CACHES = ("inactive_file", "active_file")
+"""Files' pages, read once and more often: the system takes both back when memory is needed."""
 ADDRESSES_GIB = 3.0
 """GiB of addresses that a rank needs: one of the embedded model takes 2.3, mostly stacks and libraries that are never filled."""
 _REFUSED = re.compile(r"annot allocate memory(?! in static TLS)|can't allocate memory|bad_alloc")
@@ -22,17 +24,17 @@ _REFUSED = re.compile(r"annot allocate memory(?! in static TLS)|can't allocate m
 
 @dataclass(frozen=True)
 class _Names:
-    """What a version of control groups calls its files, and in them what the system takes back when it is needed."""
+    """What a version of control groups calls its files, and how names of a group and those below it begin in ``memory.stat``."""
 
     limit: str
     used: str
     events: str
-    cache: str
+    stat: str
 
 
 _VERSIONS = {
-    "0::": ("", _Names("memory.max", "memory.current", "memory.events", "inactive_file")),
-    "memory:": ("memory", _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file")),
+    "0::": ("", _Names("memory.max", "memory.current", "memory.events", "")),
+    "memory:": ("memory", _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_")),
 }
 """Versions of control groups: what ends the beginning of their line in /proc/self/cgroup -> their mount in ``ROOT``, and names of files."""
 
@@ -44,7 +46,7 @@ def host_memory() -> tuple[int, int]:
     for folder, names in _control_groups():
         with suppress(OSError, ValueError):  # `max`: no limit
             limit = int((folder / names.limit).read_text())
-            used = int((folder / names.used).read_text()) - _number(folder / "memory.stat", names.cache)
+            used = int((folder / names.used).read_text()) - sum(_number(folder / "memory.stat", names.stat + cache) for cache in CACHES)
             total, free = min(total, limit), min(free, max(0, limit - used))
     return total, free
 

@@ -20,13 +20,14 @@ NO_LIMIT = 9223372036854771712
 
 
 def second(limit: object, used: int, cache: int, kills: int) -> Mapping[str, object]:
+    stat = f"anon 1\ninactive_file {cache // 4}\nactive_file {cache - cache // 4}\n"
     events = f"low 0\noom {kills + 1}\noom_kill {kills}\noom_group_kill 7"
-    return {"memory.max": limit, "memory.current": used, "memory.stat": f"anon 1\ninactive_file {cache}\n", "memory.events": events}
+    return {"memory.max": limit, "memory.current": used, "memory.stat": stat, "memory.events": events}
 
 
 def first(limit: int, used: int, cache: int, kills: int) -> Mapping[str, object]:
     control = f"oom_kill_disable 0\nunder_oom 0\noom_kill {kills}"
-    stat = f"inactive_file 5\ntotal_inactive_file {cache}\n"
+    stat = f"inactive_file 5\nactive_file 6\ntotal_inactive_file {cache // 4}\ntotal_active_file {cache - cache // 4}\n"
     return {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used, "memory.stat": stat, "memory.oom_control": control}
 
 
@@ -50,7 +51,9 @@ def first(limit: int, used: int, cache: int, kills: int) -> Mapping[str, object]
 def test_the_tightest_group_counts(
     membership: str, groups: Mapping[str, Mapping[str, object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its limit, and what is left of it with what is only kept to be read again; kills are those of the innermost group that counts."""
+    """Its limit, and what is left of it with what is only kept to be read again, even if it was read twice already; kills are those of the
+    innermost group that counts.
+    """
     for name, files in groups.items():
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
         for file, content in files.items():
