@@ -1,8 +1,9 @@
-"""What it saves and costs to compute parts of layers again: ``python -m benchmarks.recompute [gpus=2] [model=qwen3_30b] [...]``.
+"""What it saves and costs to compute parts of layers again, or to keep them on the host: ``python -m benchmarks.recompute [gpus=2] [...]``.
 
-Runs [train.py](train.py) with nothing computed again, each part that the model has, all of these together, and whole layers, each case in
-processes of its own; options are that benchmark's. Prints a table: of a GPU, the largest memory and what it is less than with nothing
-computed again, as measured and as the planner counts it; seconds of a step, and what it takes more. Needs GPUs.
+Runs [train.py](train.py) with nothing of that; with each part that the model has computed again, all of these together, and whole layers;
+and with activations of attention, of experts and of both on the host (``layout.offload_modules``): each case in processes of its own.
+Options are that benchmark's, also ``model=qwen3_30b``. Prints a table: of a GPU, the largest memory and what it is less than with nothing
+of that, as measured and as the planner counts it; seconds of a step, and what it takes more. Needs GPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 def cases(family: ModelFamily) -> dict[str, dict[str, Any]]:
-    """Keys of the layout by what is computed again."""
+    """Keys of the layout by what is computed again, or on the host."""
     (parts, _) = get_args(get_type_hints(LayoutConfig)["recompute_modules"])
     found: list[str] = []
     for part in get_args(parts):
@@ -33,7 +34,9 @@ def cases(family: ModelFamily) -> dict[str, dict[str, Any]]:
         except ConfigError:
             continue
         found.append(part)
-    return {"nothing": {}, **{part: selective(part) for part in found}, " + ".join(found): selective(*found), "whole layers": FULL}
+    again = {"nothing": {}, **{part: selective(part) for part in found}, " + ".join(found): selective(*found), "whole layers": FULL}
+    parts = (("attention",), *((("experts",), ("attention", "experts")) if family.num_experts else ()))
+    return again | {f"{' + '.join(names)} on the host": {"offload_modules": names} for names in parts}
 
 
 def selective(*parts: str) -> dict[str, Any]:
@@ -64,7 +67,7 @@ def main(arguments: list[str]) -> None:
     gpus, tokens = int(options.pop("gpus")), int(options["tokens"])
     config = {**COMMON, **MODELS[options["model"]], "num_hidden_layers": int(options["layers"])}
     family = load_plugins().resolve_model_family(config)
-    print("| computed again | GiB | less | planned | s | more |\n|---|---|---|---|---|---|", flush=True)
+    print("| computed again, or on the host | GiB | less | planned | s | more |\n|---|---|---|---|---|---|", flush=True)
     first: tuple[float, float, float] | None = None
     for name, keys in cases(family).items():
         layout = LayoutConfig(world_size=gpus, ep_size=gpus, **keys)

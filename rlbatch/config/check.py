@@ -53,6 +53,8 @@ OWN_ARGUMENTS = (
     *("return_dict", "return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs"),
 )
 """Arguments of transformers' ``apply_chat_template`` that rlbatch gives itself."""
+REMADE_IN = {"attention": ("layernorm", "mla_up_proj"), "experts": ("moe",)}
+"""Values of ``layout.offload_modules``, with those of ``layout.recompute_modules`` whose values are used in them."""
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -64,6 +66,7 @@ def check_config(config: Config) -> None:
     _check_allocator(config.train.allocator)
     _check_optimizer(config.optimizer)
     _check_recompute(config.layout)
+    _check_offloaded(config.layout)
     if "moe" in config.layout.recompute_modules and config.algorithm.routing_replay != "none":
         raise ConfigError(
             f"layout.recompute_modules={_shown(config.layout)}: would ask a layer's router twice for a pack, and algorithm.routing_replay="
@@ -202,6 +205,21 @@ def _check_recompute(layout: LayoutConfig) -> None:
             raise ConfigError(
                 f"layout.{name}={value}: has an effect only with layout.recompute_granularity=full, which is {granularity}. "
                 "Set layout.recompute_granularity=full, or leave this key out."
+            )
+
+
+def _check_offloaded(layout: LayoutConfig) -> None:
+    names = layout.offload_modules
+    shown = f"layout.offload_modules=[{','.join(names)}]"
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{shown}: must name each once. Leave one out.")
+    if names and layout.recompute_granularity == "full":
+        raise ConfigError(f"{shown}: with layout.recompute_granularity=full nothing of a layer is kept that could leave. Use one of both.")
+    for name, again in REMADE_IN.items():
+        if name in names and (both := [each for each in layout.recompute_modules if each in again]):
+            raise ConfigError(
+                f"{shown}: {name} cannot leave where layout.recompute_modules has {both[0]}, which drops its values itself. "
+                f"Leave one of both out."
             )
 
 

@@ -108,6 +108,9 @@ class LayoutConfig:
     recompute_modules: tuple[Literal["layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"], ...] = key(
         (), "With selective recomputation: parts of a layer that are computed again; empty: attention's core."
     )
+    offload_modules: tuple[Literal["attention", "experts"], ...] = key(
+        (), "Parts of a layer whose activations go to the host after their forward pass, and come back for their backward pass."
+    )
     overlap_grad_reduce: bool = key(
         False, "Reduce gradients over data-parallel ranks bucket by bucket, beside the last microbatch's backward pass, not after it."
     )

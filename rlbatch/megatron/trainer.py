@@ -21,6 +21,7 @@ from rlbatch.api import Microbatch, ModelError, ModelFamily, OffloadStrategy, Pl
 from rlbatch.config.schema import Config
 from rlbatch.foreign_code import foreign_code
 from rlbatch.megatron import parallel
+from rlbatch.megatron.activation_offload import ActivationOffload
 from rlbatch.megatron.dispatcher import longest_pack
 from rlbatch.megatron.finite import MAX_GRADIENT_NORM, FiniteCheck, NotFinite, any_rank, find_token, norm_of_all
 from rlbatch.megatron.gradients import GradientMemory
@@ -62,6 +63,7 @@ class Trainer(Policy):
         self._reference: dict[str, Tensor] = {}
         self._is_reference = False
         self._host_memory = HostMemory(self._strategy)
+        self._activations = ActivationOffload.of(self.modules, config.layout.offload_modules)
         with foreign_code(self._strategy):
             offload.attach(self)
 
@@ -110,7 +112,7 @@ class Trainer(Policy):
     @property
     def host_bytes(self) -> int:
         """Size of the host memory that this rank was given for what leaves its GPU, bytes."""
-        return self._host_memory.num_bytes
+        return self._host_memory.num_bytes + (self._activations.host_bytes if self._activations else 0)
 
     def reference_weights(self) -> Iterable[Tensor]:
         """The weights of the reference model, on the host; none if there is no reference."""

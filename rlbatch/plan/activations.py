@@ -28,6 +28,8 @@ class TokenBytes:
         backward: Bytes of gradients that come on top while the widest part of the layer runs its backward pass.
         remade: Bytes of the parts that are recomputed in the backward pass.
         remade_rows: The part of ``remade`` that grows with the tokens that experts get.
+        moved: Bytes of the parts that leave for the host until the backward pass (``layout.offload_modules``).
+        passing: Of these what is on the GPU at once: the last parts whose forward pass ended, and the next whose backward pass begins.
     """
 
     kept: float
@@ -35,6 +37,12 @@ class TokenBytes:
     backward: float
     remade: float = 0.0
     remade_rows: float = 0.0
+    moved: float = 0.0
+    passing: float = 0.0
+
+
+PARTS_ON_GPU = 3
+"""Parts of layers of which something is on the GPU though they leave it (``rlbatch.megatron.activation_offload``)."""
 
 
 def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, has_experts: bool) -> TokenBytes:
@@ -53,13 +61,15 @@ def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, 
     # Of norms only that before latent attention counts: Transformer Engine has the others in linear layers, which keep its output, and a
     # router keeps its input.
     is_latent = bool(family.transformer.get("multi_latent_attention"))
+    leaving = ("attention" in layout.offload_modules) * (attention + (1 if is_latent else 2) * hidden / tp) * value_bytes
     remade = ("layernorm" in again and is_latent) * hidden / tp + (_up_projected(family, tp) if "mla_up_proj" in again else 0.0)
     if not has_experts:
         width = int(family.transformer["ffn_hidden_size"]) / tp
         mlp = hidden / tp + 4 * width  # input, gate and up, activation, product
         remade += ("mlp" in again) * 4 * width
         kept = between + attention + mlp - remade
-        return TokenBytes(kept * value_bytes, 0.0, 3 * width * value_bytes, remade * value_bytes)
+        passing = PARTS_ON_GPU * leaving
+        return TokenBytes(kept * value_bytes - leaving, 0.0, 3 * width * value_bytes, remade * value_bytes, 0.0, leaving, passing)
     model, etp = family.transformer, layout.etp_size
     width = int(model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]) / etp
     rows = int(model.get("moe_router_topk", 2)) * etp / tp  # of the experts, for each token of the pack
@@ -68,11 +78,14 @@ def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, 
     router = hidden / tp * value_bytes + ROUTING_BYTES * int(model["num_moe_experts"]) / tp  # its input
     backward = rows * (hidden + 2 * width) * value_bytes
     if "moe" in again:
-        kept = (between + attention - remade + hidden / tp) * value_bytes  # of the experts, what they come from
-        return TokenBytes(kept, 0.0, backward, (remade + routed + shared) * value_bytes + router, routed * value_bytes)
+        kept = (between + attention - remade + hidden / tp) * value_bytes - leaving  # of the experts, what they come from
+        again_bytes = (remade + routed + shared) * value_bytes + router
+        return TokenBytes(kept, 0.0, backward, again_bytes, routed * value_bytes, leaving, PARTS_ON_GPU * leaving)
     remade += ("shared_experts" in again) * shared
-    kept = (between + attention + routed + shared - remade) * value_bytes + router
-    return TokenBytes(kept, routed * value_bytes, backward, remade * value_bytes)
+    rows_leaving = ("experts" in layout.offload_modules) * routed * value_bytes
+    kept = (between + attention + routed + shared - remade) * value_bytes + router - leaving - rows_leaving
+    passing = PARTS_ON_GPU * max(leaving, rows_leaving)
+    return TokenBytes(kept, routed * value_bytes - rows_leaving, backward, remade * value_bytes, 0.0, leaving + rows_leaving, passing)
 
 
 def _attention(family: ModelFamily, tp: int) -> float:
@@ -105,6 +118,7 @@ class StageActivations:
         imbalance: Bytes that the fullest expert-parallel rank has beyond ``kept`` and ``working``.
         scoring: Activations of one layer's forward pass that keeps nothing for a backward pass.
         scoring_logits: Logits of a chunk of tokens in such a forward pass.
+        moved: Activations of all microbatches in flight that are on the host meanwhile.
     """
 
     kept: float
@@ -114,6 +128,7 @@ class StageActivations:
     imbalance: float
     scoring: float
     scoring_logits: float
+    moved: float = 0.0
 
 
 NO_ACTIVATIONS = StageActivations(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -147,8 +162,10 @@ def stage_activations(
         group = layout.recompute_num_layers or 1 if layout.recompute_method == "uniform" else 1
         plain = [kinds[has_experts[layer]] for part in chunks for layer in part[recomputed(layout, part) :]]
         kept = entry * -(-remade // group) + sum(layer.kept for layer in plain)
-        widest = max(layers, key=lambda layer: layer.kept + layer.remade + layer.backward)
-        working = (widest.kept * group if remade else widest.remade) + widest.backward
+        widest = max(layers, key=lambda layer: layer.kept + layer.moved + layer.remade + layer.backward)
+        moved = sum(layer.moved for layer in layers) * flying
+        passing = min(max(layer.passing for layer in layers), moved)
+        working = (widest.kept * group if remade else widest.remade) + widest.backward + passing
         extra = sum(layer.rows for layer in plain) * flying + (widest.rows * group if remade else widest.remade_rows)
         is_last = stage == layout.pp_size - 1
         column = vocabulary * value_bytes if is_last else 0  # of logits
@@ -160,8 +177,9 @@ def stage_activations(
                 logits=min(tokens, chunk) * column + head,
                 kept_logits=tokens * column + head,
                 imbalance=tokens * extra * uneven,
-                scoring=tokens * (widest.kept + widest.remade + (widest.rows + widest.remade_rows) * uneven),
+                scoring=tokens * (widest.kept + widest.moved + widest.remade + (widest.rows + widest.remade_rows) * uneven),
                 scoring_logits=min(tokens, chunk) * column,
+                moved=tokens * moved,
             )
         )
     return tuple(found)

@@ -32,6 +32,8 @@ from rlbatch.plan.workload import microbatches, pack_tokens, workload
 MIB = 2**20
 SHARED = ("engine's cache", "engine's workspace")
 """Parts whose sum is an engine's share of the GPU, which it keeps to. They add no error."""
+ACTIVATIONS = "activations that left the GPU"
+"""What ``layout.offload_modules`` takes of a host: its memory stays once it was made."""
 DIVIDED = "optimizer, in whole tensors"
 """Half of the optimizer state that either the GPU or the host has: each may have all of it or nothing, and so has every rank of a stage."""
 
@@ -86,7 +88,10 @@ def estimate_memory(job: MemoryInputs, floor: MemoryFloor | None = None, *, has_
         if (id(certain), kept) not in alike:
             alike[id(certain), kept] = RankMemory(
                 {phase: {**certain.gpu[phase], **more} for phase, more in _on_gpu(job, certain, kept)} if job.on_gpu else certain.gpu,
-                {phase: {**parts, **_on_host(job), **_divided(job, certain, phase, parts)} for phase, parts in certain.host.items()},
+                {
+                    phase: {**parts, **_on_host(job, kept, phase), **_divided(job, certain, phase, parts)}
+                    for phase, parts in certain.host.items()
+                },
             )
     expected = [alike[id(certain), kept] for certain, kept in stages]
     return MemoryEstimate(floor, MemoryFloor(expected, floor.world_size, floor.shm_gib), assume.memory_error)
@@ -171,7 +176,10 @@ def _divided(job: MemoryInputs, certain: RankMemory, phase: str, parts: Parts) -
     return {DIVIDED: certain.undecided / 2 * held} if held else {}
 
 
-def _on_host(job: MemoryInputs) -> Parts:
-    """Bytes that a rank takes of host memory on top of the floor."""
+def _on_host(job: MemoryInputs, activations: StageActivations, phase: str) -> Parts:
+    """Bytes that a rank takes of host memory on top of the floor in a phase."""
     assume, config = job.config.plan.assume, job.config
-    return {"operating system, data, rewards": assume.node_gib * GIB / min(config.cluster.gpus_per_node, config.layout.world_size)}
+    parts = {"operating system, data, rewards": assume.node_gib * GIB / min(config.cluster.gpus_per_node, config.layout.world_size)}
+    if activations.moved and job.on_gpu and phase not in ("load", "start"):
+        parts[ACTIVATIONS] = activations.moved
+    return parts

@@ -73,6 +73,11 @@ def check_layout(layout: LayoutConfig, family: ModelFamily, *, on_gpu: bool) -> 
     _stage_layers(layout, family.num_layers)
     _check_world(layout, family)
     _check_recomputed(layout, family)
+    if "experts" in layout.offload_modules and not family.num_experts:
+        left = ",".join(name for name in layout.offload_modules if name != "experts")
+        raise ConfigError(
+            f"layout.offload_modules=[{','.join(layout.offload_modules)}]: this model has no experts. Use layout.offload_modules=[{left}]."
+        )
 
 
 def _check_recomputed(layout: LayoutConfig, family: ModelFamily) -> None:

@@ -82,6 +82,9 @@ def step_time(job: MemoryInputs, model: ModelSize, work: Workload, generated: Ge
     stages = _Stages(job, model, gpu, ranks_per_node, microbatch_tokens(config, work, over), work.squares / work.tokens)
     longest, waiting = max(stages.forward), (layout.pp_size - 1) / layout.vpp_size
     pipeline = count * longest + (sum(stages.forward) - longest) / layout.vpp_size
+    waited = count * max(
+        max(moving - forward, 0.0) + max(moving - 2 * forward, 0.0) for forward, moving in zip(stages.forward, stages.moving, strict=True)
+    )
     passes = 3 + _recomputed_share(layout, model.family.num_layers)
     updates = config.train.updates_per_step * config.train.epochs
     scored = 1.0 if scores_first_update(config) else 1 - 1 / config.train.updates_per_step
@@ -91,7 +94,7 @@ def step_time(job: MemoryInputs, model: ModelSize, work: Workload, generated: Ge
         "sync": sync_seconds(job, model, ranks_per_node),
         "generate": generated.seconds,
         "log-probs": assume.logprobs_factor * forwards * config.train.updates_per_step * pipeline,
-        "update": assume.update_factor * updates * (passes * pipeline + ends),
+        "update": assume.update_factor * updates * (passes * pipeline + waited + ends),
         "other": assume.other_s,
     }
     if config.checkpoint.save_interval > 0:
@@ -144,6 +147,20 @@ class _Stages:
             stages.append(found[alike])
         return tuple(stages)
 
+    @cached_property
+    def moving(self) -> list[float]:
+        """Seconds in which a microbatch's activations that leave a stage's GPU cross to the host, or back."""
+        job, family = self._job, self._model.family
+        layout, value = job.config.layout, WEIGHT_BYTES[job.config.train.precision]
+        if not layout.offload_modules:
+            return [0.0] * layout.pp_size
+        moved = {kind: layer_bytes(family, layout, value, has_experts=kind).moved for kind in set(family.has_experts)}
+        sizes = [
+            sum(moved[family.has_experts[layer]] for chunk in chunks for layer in chunk)
+            for chunks in stage_chunks(layout, family.num_layers)
+        ]
+        return [self._tokens / layout.cp_size * size / (job.config.plan.assume.pcie_gbs * 1e9) for size in sizes]
+
     def _stage(self, kinds: Mapping[bool, int], parts: tuple[PartSize, ...], *, has_head: bool) -> float:
         """Seconds of a stage with the given number of layers with (``kinds[True]``) and without experts."""
         family, layout, assume = self._model.family, self._job.config.layout, self._job.config.plan.assume
@@ -153,7 +170,8 @@ class _Stages:
         flops = sum(part_flops(family, part) for part in parts) + attention + (logits_flops(family) if has_head else 0.0)
         products = own * flops / layout.tp_size / (self._gpu.flops * assume.matmul_efficiency)
         value = WEIGHT_BYTES[self._job.config.train.precision]
-        kept = sum(number * layer_bytes(family, layout, value, has_experts=kind).kept for kind, number in kinds.items())
+        sizes = {kind: layer_bytes(family, layout, value, has_experts=kind) for kind in kinds}
+        kept = sum(number * (sizes[kind].kept + sizes[kind].moved) for kind, number in kinds.items())
         logits = family.vocab_size / layout.tp_size * assume.logit_traffic if has_head else 0.0
         traffic = own * (kept * assume.activation_traffic + logits) * FORWARD_SHARE / (self._gpu.memory_gbs * 1e9)
         between = own * sum(number * self._exchanged(has_experts=kind) for kind, number in kinds.items())

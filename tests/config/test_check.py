@@ -36,6 +36,9 @@ def limits(doc: KeyDoc) -> Range:
 NUMBERS = {doc.name: doc for doc in key_docs(Config) if doc.type.startswith(("an integer", "a number"))}
 
 
+FULL = ["layout.recompute_granularity=full", "layout.recompute_method=uniform", "layout.recompute_num_layers=1"]
+
+
 @pytest.mark.parametrize("key", NUMBERS)
 def test_numbers_have_ranges(key: str) -> None:
     """Every number of the schema says which its users can hold: what is beyond, and what is none, is refused by its key."""
@@ -115,6 +118,19 @@ def nested(key: str, value: Any) -> dict[str, Any]:
             ["layout.recompute_granularity=selective", "layout.recompute_modules=[moe]", "algorithm.routing_replay=rollout"],
             "would ask a layer's router twice for a pack",
         ),
+        (["layout.offload_modules=[experts,experts]"], "layout.offload_modules=[experts,experts]: must name each once."),
+        (
+            ["layout.offload_modules=[experts]", *FULL],
+            "layout.offload_modules=[experts]: with layout.recompute_granularity=full nothing of a layer is kept that could leave.",
+        ),
+        (
+            ["layout.offload_modules=[experts]", "layout.recompute_granularity=selective", "layout.recompute_modules=[mlp,moe]"],
+            "layout.offload_modules=[experts]: experts cannot leave where layout.recompute_modules has moe, which drops its values itself.",
+        ),
+        (
+            ["layout.offload_modules=[attention]", "layout.recompute_granularity=selective", "layout.recompute_modules=[layernorm]"],
+            "attention cannot leave where layout.recompute_modules has layernorm",
+        ),
         (
             ["layout.recompute_num_layers=1"],
             "layout.recompute_num_layers=1: has an effect only with layout.recompute_granularity=full, which is null.",
@@ -142,8 +158,9 @@ def test_refused_combinations(overrides: list[str], message: str) -> None:
         ["train.prompts_per_step=32", "train.updates_per_step=8"],
         ["train.spec=transformer_engine", "train.precision=bf16"],
         ["algorithm.kl_loss=true", "algorithm.kl_loss_coef=0"],
-        ["layout.recompute_granularity=full", "layout.recompute_method=uniform", "layout.recompute_num_layers=1"],
+        FULL,
         ["layout.recompute_granularity=selective"],
+        ["layout.recompute_granularity=selective", "layout.recompute_modules=[moe]", "layout.offload_modules=[attention]"],
         ["layout.recompute_granularity=selective", "layout.recompute_modules=[layernorm,moe]"],
         ["train.eval_temperature=0", "checkpoint.save_interval=-1"],
     ],

@@ -20,6 +20,7 @@ NO_PATHS = """
     data.metadata_keys data.system_prompt data.curriculum trackers sampling.filters
     cluster.name cluster.model cluster.gpu cluster.partition cluster.account cluster.qos cluster.time_limit cluster.constraint cluster.gres
     cluster.sbatch_options cluster.environment cluster.interface checkpoint.best plan.calibrated layout.recompute_modules
+    layout.offload_modules
 """.split()
 
 

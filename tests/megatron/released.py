@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rlbatch.api import OffloadStrategy
 from rlbatch.checkpoint.hf import HfTensors
 from rlbatch.config.hf_config import read_config
 from rlbatch.config.schema import AlgorithmConfig, Config, LayoutConfig, OptimizerConfig, TrainConfig
-from rlbatch.megatron import parallel
+from rlbatch.megatron import activation_offload, parallel
 from rlbatch.megatron.trainer import Trainer
 from rlbatch.registry import load_plugins
 from rlbatch.testing.gradients import my_packs
@@ -32,6 +32,7 @@ class Updates:
         tensors: Weights and optimizer state at the end.
         held: Bytes of gradients: after the start, before and after each update, and while released.
         staying: Bytes of weights, and of optimizer state, while an engine would generate.
+        left: How often each activation is still wanted at the end.
         host: Bytes of host memory that were taken, and of weights and of optimizer state, each tensor from a multiple of 16 on.
     """
 
@@ -40,6 +41,7 @@ class Updates:
     tensors: list[torch.Tensor]
     held: list[tuple[str, int]]
     staying: list[tuple[int, int]]
+    left: list[int] = field(default_factory=list)
     host: tuple[int, int, int] = (0, 0, 0)
 
 
@@ -86,6 +88,8 @@ def updated(folder: str, layout: LayoutConfig, precision: str, offload: str, opt
         result.logprobs += old
     weights, state = (sum(-(-tensor.nbytes // 16) * 16 for tensor in part) for part in (trainer.weights(), trainer.optimizer_state()))
     result.host = (trainer.host_bytes, weights, state)
+    if trainer._activations is not None:
+        result.left = [saved.uses for forward in trainer._activations._held for saved in forward.saved.values()]
     result.tensors = [tensor.detach().clone() for tensor in (*trainer.params.values(), *trainer.optimizer_state())]
     return result
 
@@ -102,6 +106,16 @@ def moved(
     """Of each strategy what differs at all from ``none``, the bytes that stay in each generation, and the host's."""
     kept, *others = (updated(folder, layout, precision, *strategy) for strategy in (("none", {}), *strategies))
     return [(_differing(kept, other), other.staying, other.host) for other in (kept, *others)]
+
+
+def activations_moved(folder: str, layout: LayoutConfig, precision: str) -> tuple[list[str], int, list[int]]:
+    """What differs at all from activations that stay; bytes of host memory, and ``Updates.left``."""
+    least, activation_offload.LEAST = activation_offload.LEAST, 1
+    try:
+        kept, moved = (updated(folder, each, precision, "none") for each in (replace(layout, offload_modules=()), layout))
+    finally:
+        activation_offload.LEAST = least
+    return _differing(kept, moved), moved.host[0], moved.left
 
 
 def _differing(kept: Updates, released: Updates) -> list[str]:

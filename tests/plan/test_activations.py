@@ -83,6 +83,30 @@ def test_parts_that_are_computed_again() -> None:
                 assert after.rows + after.remade_rows == before.rows
 
 
+def test_parts_on_the_host() -> None:
+    """They are kept in no layer, but are on the host; of the largest part three are on the GPU, but never more than leaves it."""
+    plain = LayoutConfig(world_size=1)
+    for family, names, dense, sparse in (
+        (QWEN, ("experts",), 0, 2 * 8 * (2048 + 3 * 768)),
+        (QWEN, ("attention",), 0, 2 * ((32 + 4 + 4) * 128 + (32 + 4) * 128 + 32 * 128 + 2 * 2048)),  # Transformer Engine's norm is in it
+        (DEEPSEEK, ("experts",), 0, 2 * 8 * (7168 + 3 * 2048)),
+    ):
+        moved = replace(plain, offload_modules=names)
+        for has_experts, leaving in ((False, dense), (True, sparse)):
+            if has_experts in family.has_experts:
+                before, after = (layer_bytes(family, layout, 2, has_experts=has_experts) for layout in (plain, moved))
+                assert (before.kept - after.kept, after.moved, after.passing) == (leaving, leaving, 3 * leaving)
+    stay, leave = stages(plain)[0], stages(replace(plain, offload_modules=("attention", "experts")))[0]
+    assert leave.moved == stay.kept - leave.kept > 0
+    assert leave.working - stay.working == 3 * 2 * 8 * (2048 + 3 * 768) * 8192
+    (few,) = stage_activations(
+        REGISTRY.resolve_model_family({**CONFIGS["Qwen3-30B-A3B"], "num_hidden_layers": 1}),
+        replace(plain, offload_modules=("experts",)),
+        **{"value_bytes": 2, "tokens": 8192, "chunk": 4096, "microbatches": 1, "imbalance": 1.0},
+    )
+    assert few.working == stay.working + few.moved
+
+
 def test_logits_are_the_last_stages() -> None:
     """Of a chunk of tokens or of all, over tensor-parallel ranks, with a gradient of the output layer in bf16."""
     first, last = stages(LayoutConfig(world_size=4, pp_size=2, tp_size=2))

@@ -102,6 +102,17 @@ def test_offloading_more_takes_more_of_a_node() -> None:
     assert hosts == sorted(set(hosts))
 
 
+def test_activations_that_leave_are_on_the_node() -> None:
+    """From the first sync on, as their memory stays once it was made."""
+    row = ("+cluster=h20x8", "layout.recompute_granularity=null", "layout.recompute_method=null", "layout.recompute_num_layers=null")
+    row += ("plan.assume.expert_imbalance=1", "plan.assume.fragmentation=0")
+    stay, leave = (estimate_memory(job(*row, *keys)) for keys in ((), ("layout.offload_modules=[attention,experts]",)))
+    saved = stay.gpu_of_stage(0, "update")[0].gib - leave.gpu_of_stage(0, "update")[0].gib
+    taken = [leave.host((8,), phase)[0].gib - stay.host((8,), phase)[0].gib for phase in ("load", "sync", "update")]
+    assert taken[0] == 0
+    assert taken[1] == taken[2] >= 8 * saved > 0  # something is on both while it is on its way
+
+
 @pytest.mark.parametrize(("fraction", "undecided"), [(0.5, 1.0), (0.999999, 0.0), (1.0, 0.0)])
 def test_the_optimizer_is_divided_in_whole_tensors(fraction: float, undecided: float) -> None:
     """The last of the host's may be the largest: half of that is expected on each side, give or take all of it, and no more than the GPU

@@ -136,6 +136,11 @@ REFUSED: list[tuple[ModelFamily, dict[str, Any], str]] = [
         {"world_size": 1, "recompute_granularity": "selective", "recompute_modules": ("moe",)},
         "Use layout.recompute_modules=[] (attention's core).",
     ),
+    (
+        DENSE,
+        {"world_size": 1, "offload_modules": ("attention", "experts")},
+        "layout.offload_modules=[attention,experts]: this model has no experts. Use layout.offload_modules=[attention].",
+    ),
     # silently wrong
     (
         MOE,

@@ -40,6 +40,18 @@ def test_what_is_not_recomputed_takes_no_time() -> None:
     assert 4 * (quarter - first) == pytest.approx(whole - first)
 
 
+def test_activations_that_leave_take_time_where_the_link_is_slow() -> None:
+    """With a fast one all copies run beside kernels; with half the speed what is waited for grows by more than it was."""
+    plain = [f"layout.recompute_{name}=null" for name in ("granularity", "method", "num_layers")]
+    moved = [*plain, "layout.offload_modules=[attention,experts]"]
+    waited = [
+        leave - stay
+        for stay, leave in ([time(*QWEN, *keys, pcie_gbs=rate).phases["update"] for keys in (plain, moved)] for rate in (1e5, 20, 10))
+    ]
+    assert waited[0] == pytest.approx(0)
+    assert waited[2] > 2 * waited[1] > 0
+
+
 def test_a_pipeline() -> None:
     """Of 12 stages the last has the output layer and the most layers: others wait for it; few microbatches leave a bubble."""
     found = time(*DEEPSEEK)
