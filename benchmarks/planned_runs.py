@@ -28,7 +28,7 @@ from rlbatch.pipeline.plan_vs_actual import node_used_gib
 from rlbatch.plan.accounting import planned_memory
 from rlbatch.plan.engine_memory import GIB, MemoryInputs, memory_inputs
 from rlbatch.plan.job_plan import JobPlan, plan_job
-from rlbatch.plan.memory import Peak
+from rlbatch.plan.memory import PROCESS_GIB, Peak
 from rlbatch.plan.parameters import ModelSize
 from rlbatch.registry import compose_job, load_plugins
 
@@ -163,7 +163,7 @@ def planned_numbers(row: Row, plan: JobPlan, *, on_gpu: bool) -> dict[str, float
     return {
         "trainer": table.get("trainer", {}).get("planned", math.nan),
         "gpu": table.get("gpu", {}).get("planned", math.nan) - engine,
-        "node": table["node"]["planned"],
+        "node": table["node"]["planned"] - _engines_processes(row, plan),
         "update": plan.time.phases["update"] if plan.time else math.nan,
         "step": plan.time.seconds if plan.time and row.has_engine else math.nan,
     }
@@ -176,11 +176,17 @@ def most_layers(inputs: MemoryInputs, row: Row, machine: Machine) -> int:
         plan = _planned(inputs, row, layers, machine)
         peak, floor = _update(plan), Peak("update", plan.memory.floor.stages[0].gpu["update"])
         own = Peak("update", {name: size for name, size in peak.parts.items() if not name.startswith("engine's")})
-        host, host_spread = plan.memory.host((row.gpus,), "update")
-        if own.gib + plan.memory.spread(own, floor) > machine.gpu_gib or host.gib + host_spread > machine.host_gib:
+        host, spread = plan.memory.host((row.gpus,), "update")
+        host_gib = host.gib + spread - _engines_processes(row, plan)
+        if own.gib + plan.memory.spread(own, floor) > machine.gpu_gib or host_gib > machine.host_gib:
             break
         found = layers
     return found
+
+
+def _engines_processes(row: Row, plan: JobPlan) -> float:
+    """GiB of a node that are planned for processes of engines, where a row has none."""
+    return row.gpus * PROCESS_GIB["gpu"] if plan.job.has_process and not row.has_engine else 0.0
 
 
 def plan_of_row(row: Row, layers: int, machine: Machine) -> JobPlan:

@@ -21,6 +21,7 @@ Factor = Annotated[float, Range(least=1, most=1e3)]
 SOURCE = "source"
 MEASURED = "measured on 2 x H200, 2026-11-29 and 30 (docs/measurements/planner.md)"
 FITTED = "fitted to steps measured on 2 x H200, 2026-11-30 (docs/measurements/planner.md)"
+OF_ENGINES = "measured on H200s, 2026-11-30 (docs/measurements/planner.md)"
 ON_HOST = "with each other fitted to two updates on one H200, 2026-11-30 (docs/measurements/planner.md)"
 NOT_MEASURED = "assumed, not measured"
 AS_COUNTED = "1: as counted; calibrate=<run folder> measures it"
@@ -45,7 +46,7 @@ class AssumeConfig:
     pack_fullness: Efficiency = assumed(0.9, "Tokens of a pack over train.max_tokens_per_gpu x layout.cp_size.", NOT_MEASURED)
     expert_imbalance: Factor = assumed(1.2, "Tokens of the expert-parallel rank that has most, over the mean.", NOT_MEASURED)
 
-    cuda_gib: Size = assumed(2.0, "Of a GPU: CUDA, cuBLAS and NCCL of the trainer.", f"{MEASURED} as a sum with the next two: 4.7 to 10.0")
+    cuda_gib: Size = assumed(2.0, "Of a GPU: CUDA, cuBLAS and NCCL of the trainer.", f"{MEASURED} as a sum with the next two: 4.7 to 10.4")
     engine_process_gib: Size = assumed(
         3.0, "Of a GPU, beside an engine's share, also while it sleeps: CUDA, NCCL, graphs of its process.", "see cuda_gib"
     )
@@ -72,18 +73,20 @@ class AssumeConfig:
     adam_traffic: Rate = assumed(56.0, "Bytes of a GPU's memory a parameter of Adam, with clipping.", MEASURED)
     host_adam_gbs: Rate = assumed(100.0, "Bandwidth of a node's memory under Adam on the host.", ON_HOST)
     pcie_gbs: Rate = assumed(40.0, "Between a GPU and its host, one direction.", ON_HOST)
-    decode_efficiency: Efficiency = assumed(0.55, "What sampling reaches of a GPU's memory bandwidth.", MEASURED)
-    decode_sample_ms: Size = assumed(0.04, "Of a decoding step, a sample: drawn by its own seed, with its log-prob, ms.", MEASURED)
+    decode_efficiency: Efficiency = assumed(0.8, "What sampling reaches of a GPU's memory bandwidth.", f"{OF_ENGINES}: 0.8 or more")
+    decode_sample_ms: Size = assumed(
+        0.038, "Of a decoding step, a sample: an engine's Python, while its GPU works, ms.", f"{OF_ENGINES}: 0.035 to 0.042"
+    )
     decode_eager_ms: Size = assumed(
-        2.9,
+        2.8,
         "Of a decoding step, a layer: what the host of an engine without CUDA graphs takes to start its kernels, ms.",
-        f"{MEASURED}: 2.7 to 3.5",
+        f"{OF_ENGINES}: 2.7 to 3.1",
     )
     decode_collective_us: Size = assumed(20.0, "A collective of a decoding step within a node, us.", NOT_MEASURED)
     decode_network_us: Size = assumed(100.0, "A collective of a decoding step between nodes, us.", NOT_MEASURED)
     sync_gbs: Rate = assumed(42.0, "What reaches a GPU in a weight sync within a node.", f"{MEASURED}: 9.75 B parameters")
     wake_s: Size = assumed(0.2, "Waking an engine, s.", f"{MEASURED}: 0.17 to 0.21")
-    other_s: Size = assumed(2.0, "Of a step: rewards, exchange, packing, metrics, s.", NOT_MEASURED)
+    other_s: Size = assumed(0.3, "Of a step: exchange, packing, metrics, and rewards that take no time, s.", f"{OF_ENGINES}: 0.2 to 0.3")
     sync_factor: Correction = assumed(1.0, "Seconds of weight syncs over what is counted.", AS_COUNTED)
     generate_factor: Correction = assumed(1.0, "Seconds of generation over what is counted.", AS_COUNTED)
     logprobs_factor: Correction = assumed(1.0, "Seconds of log-probs over what is counted.", AS_COUNTED)

@@ -18,6 +18,7 @@ from rlbatch.plan.memory import (
     MOMENT_BYTES,
     PHASES,
     STATE_BYTES,
+    WITH_CACHE,
     MemoryFloor,
     Parts,
     Peak,
@@ -116,7 +117,8 @@ def _on_gpu(job: MemoryInputs, certain: RankMemory, activations: StageActivation
     assume, is_eval = job.config.plan.assume, job.config.mode == "eval"
     always = {"CUDA and NCCL": assume.cuda_gib * GIB}
     process = {"engine's process": assume.engine_process_gib * GIB} if job.has_process and job.shape.is_colocated else {}
-    logits = activations.kept_logits if _keeps_logits(job, certain, activations, always | process) else activations.logits
+    others = always | process | _divided(job, certain, "update", certain.gpu["update"])
+    logits = activations.kept_logits if _keeps_logits(job, certain, activations, others) else activations.logits
     counted: Mapping[str, Parts] = {
         "update": {
             "activations": activations.kept,
@@ -132,7 +134,7 @@ def _on_gpu(job: MemoryInputs, certain: RankMemory, activations: StageActivation
         if phase in trained and not is_eval:
             parts |= trained[phase]
         if phase in BESIDE_ENGINES:
-            parts |= _engine(job, certain.gpu[phase], phase)
+            parts |= _engine(job, certain, phase)
         if phase != "load" and parts:
             parts |= process
         own = sum(size for name, size in {**certain.gpu[phase], **parts}.items() if not name.startswith(("engine's", "CUDA")))
@@ -147,10 +149,10 @@ def _keeps_logits(job: MemoryInputs, certain: RankMemory, activations: StageActi
     return activations.kept_logits <= (job.config.cluster.gpu_memory_gib * GIB - used) / 2
 
 
-def _engine(job: MemoryInputs, certain: Parts, phase: str) -> Parts:
+def _engine(job: MemoryInputs, certain: RankMemory, phase: str) -> Parts:
     """Bytes that an engine takes on a GPU on top of the floor: its workspace, and the rest of its share or the buffers of a sync."""
-    shape, assume = job.shape, job.config.plan.assume
-    if not shape.is_colocated or "engine's weights" not in certain:
+    shape, assume, floor = job.shape, job.config.plan.assume, certain.gpu[phase]
+    if not shape.is_colocated or "engine's weights" not in floor:
         return {}
     workspace = {"engine's workspace": assume.engine_workspace_gib * GIB} if job.has_process else {}
     if phase == "sync":
@@ -160,8 +162,9 @@ def _engine(job: MemoryInputs, certain: Parts, phase: str) -> Parts:
         return workspace | {"sync's buffers": 2.0 * max(job.config.rollout.bucket_mib * MIB, tensor)}
     if not (job.has_process and shape.memory_share < 1 and shape.fills_share and job.config.cluster.gpu_memory_gib):
         return workspace
-    rest = engine_share_gib(job, trainer_gib(job)) * GIB - certain["engine's weights"] - assume.engine_workspace_gib * GIB
-    return workspace | {"engine's cache": max(rest, certain["engine's cache"])}
+    divided = max(sum(_divided(job, certain, each, certain.gpu[each]).values()) for each in WITH_CACHE) / GIB
+    rest = (engine_share_gib(job, trainer_gib(job) + divided) - assume.engine_workspace_gib) * GIB - floor["engine's weights"]
+    return workspace | {"engine's cache": max(rest, floor["engine's cache"])}
 
 
 def _divided(job: MemoryInputs, certain: RankMemory, phase: str, parts: Parts) -> Parts:

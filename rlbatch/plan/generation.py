@@ -91,8 +91,8 @@ def generation(job: MemoryInputs, model: ModelSize, work: Workload, cache: Cache
     """Estimates the generation of a step by simulating its decoding steps; fewer samples have the later tokens.
 
     Samples are taken as started longest first, so the tail is the shortest possible, and a larger cache never makes it slower. A decoding
-    step takes the longest of: reading the weights that it needs and the cache from GPU memory, the matrix products, and the host's work for
-    kernels that no CUDA graph starts. Collectives and the sampling of tokens come on top.
+    step takes the longest of: reading the weights that it needs and the cache from GPU memory, the matrix products, the host's work for
+    kernels that no CUDA graph starts, and its work for samples. Collectives come on top.
     """
     assume, shape = job.config.plan.assume, job.shape
     here = _samples_here(job, work)
@@ -137,4 +137,4 @@ class _Step:
         """Seconds of a step in which each replica decodes ``samples`` samples, each with ``context`` tokens before the new one."""
         met = 1 - float(self._idle ** (samples * self._shape.replicas))
         read = (self._others + self._experts * met + samples * context * self._cache) / self._bandwidth
-        return max(read, samples * self._flops, self._host) + self._collectives + samples * self._assume.decode_sample_ms * 1e-3
+        return max(read, samples * self._flops, self._host, samples * self._assume.decode_sample_ms * 1e-3) + self._collectives

@@ -136,6 +136,24 @@ def test_the_optimizer_is_divided_in_whole_tensors(fraction: float, undecided: f
     assert estimate.host((1,), "update")[1] >= 16 * half / GIB
 
 
+def test_what_the_optimizer_may_add_is_not_free() -> None:
+    """Logits stay where they are half of what is left beside it, and an engine's share of what is free is one of that."""
+    keys = (*QWEN, "offload=cpu_adam", "offload.options.fraction=0.5")
+
+    def parts(has: float, phase: str, *more: str) -> dict[str, float]:
+        return dict(estimate_memory(job(*keys, *more, f"cluster.gpu_memory_gib={has}")).expected.stages[0].gpu[phase])
+
+    roomy = parts(9999, "update")
+    trained = sum(roomy[name] for name in ("logits", "layer in work"))
+    used = sum(size for name, size in roomy.items() if name not in ("logits", "layer in work", "expert imbalance", "fragmentation"))
+    enough = (used + 2 * trained) / GIB
+    assert parts(enough + 0.01, "update")["logits"] == roomy["logits"] > parts(enough - 0.01, "update")["logits"]
+    shared = parts(400, "generate", "rollout=sglang", "rollout.engine.mem_fraction_static=0.5")
+    engine = sum(size for name, size in shared.items() if name in ("engine's cache", "engine's weights", "engine's workspace"))
+    held = sum(shared[name] for name in ("weights", *STATE, DIVIDED))
+    assert engine == pytest.approx((400 * GIB - held) / 2)
+
+
 def test_state_is_of_fewer_ranks() -> None:
     """As many GPUs, with a larger tensor parallel size, are fewer that share the state of what each of those has whole: norms, routers,
     compressed keys. With a longer pipeline the mean of its stages stays, and an end with a vocabulary is further from it.

@@ -52,6 +52,9 @@ def test_what_makes_generation_slower() -> None:
     assert all(each.generated and each.generated.seconds > base.seconds * 1.02 for each in slower)
     graphs = plan(*QWEN, decode_eager_ms=20.0).generated
     assert graphs is not None and graphs.seconds == base.seconds
+    few = "rollout.options.max_concurrency_per_replica=16"
+    alone, beside = (plan(*QWEN, few, decode_sample_ms=each).generated for each in (0.0, 0.04))
+    assert alone and beside and alone.seconds == beside.seconds  # that work is done while the GPU reads
     even = plan(*QWEN, response_spread=0.05).generated
     assert even is not None and even.tail_seconds < base.tail_seconds
 
