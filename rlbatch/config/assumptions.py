@@ -46,7 +46,7 @@ class AssumeConfig:
     pack_fullness: Efficiency = assumed(0.9, "Tokens of a pack over train.max_tokens_per_gpu x layout.cp_size.", NOT_MEASURED)
     expert_imbalance: Factor = assumed(1.2, "Tokens of the expert-parallel rank that has most, over the mean.", NOT_MEASURED)
 
-    cuda_gib: Size = assumed(2.0, "Of a GPU: CUDA, cuBLAS and NCCL of the trainer.", f"{MEASURED} as a sum with the next two: 4.7 to 10.4")
+    cuda_gib: Size = assumed(2.0, "Of a GPU: CUDA, cuBLAS and NCCL of the trainer.", f"{MEASURED} as a sum with the next two: 4.1 to 13.8")
     engine_process_gib: Size = assumed(
         3.0, "Of a GPU, beside an engine's share, also while it sleeps: CUDA, NCCL, graphs of its process.", "see cuda_gib"
     )

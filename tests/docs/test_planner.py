@@ -60,9 +60,15 @@ def page(repository: Path) -> str:
     return (repository / "docs/measurements/planner.md").read_text(encoding="utf-8")
 
 
-def beside(cells: str) -> list[str]:
+def beside(cells: list[str]) -> list[str]:
     """What stands behind what was measured."""
-    return [cell.rpartition("; ")[2] for cell in cells.split(" | ")]
+    return [cell.rpartition("; ")[2] for cell in cells]
+
+
+def is_within(share: float, cell: str) -> bool:
+    """Whether what is planned is so close to each measured number, where there are some."""
+    measured, _, planned = cell.rpartition("; ")
+    return all(abs(float(planned) / float(each) - 1) <= share for each in measured.split(", ") if each)
 
 
 def rows(page: str, title: str, begin: str) -> Iterator[tuple[JobPlan, list[str]]]:
@@ -70,7 +76,7 @@ def rows(page: str, title: str, begin: str) -> Iterator[tuple[JobPlan, list[str]
     common = re.search(rf"^{title}: `([^`]*)`", page, re.MULTILINE)
     assert common
     for model, layers, own, cells in re.findall(rf"^\| (\w+), (\d+) layers \| `({begin}[^`]*)` \| (.*) \|$", page, re.MULTILINE):
-        yield planned(model, int(layers), f"{common[1]} {own}"), beside(cells)
+        yield planned(model, int(layers), f"{common[1]} {own}"), cells.split(" | ")
 
 
 def test_steps_beside_what_was_measured(page: str) -> None:
@@ -81,40 +87,42 @@ def test_steps_beside_what_was_measured(page: str) -> None:
         assert plan.time
         parts = plan.memory.expected.stages[0].gpu["update"]
         peak = sum(size for name, size in parts.items() if name not in NOT_THE_TRAINERS) / GIB
-        assert cells == [f"{peak:.1f}", f"{plan.time.phases['update']:.3f}"]
+        assert beside(cells) == [f"{peak:.1f}", f"{plan.time.phases['update']:.3f}"]
 
 
 def test_generation_beside_what_was_measured(page: str) -> None:
-    """As above."""
-    common = re.search(r"^Generation: `([^`]*)`", page, re.MULTILINE)
-    row = re.search(r"^\| `(train.steps=3 [^`]*)` \| (.*) \|$", page, re.MULTILINE)
-    assert common and row
-    plan = planned("qwen3_30b", 16, f"{common[1]} {row[1]}")
-    assert plan.time
-    used = sum(plan.memory.expected.stages[0].gpu["generate"].values()) / GIB
-    assert beside(row[2]) == [f"{used:.1f}", f"{plan.time.phases['generate']:.1f}"]
+    """As above, tokens/s."""
+    found = list(rows(page, "Generation", "rollout"))
+    assert len(found) == 2
+    for plan, cells in found:
+        assert plan.generated
+        assert beside(cells)[-1] == f"{plan.generated.tokens_per_second:,.0f}"
 
 
 def test_whole_jobs_beside_what_was_measured(page: str) -> None:
-    """As above; nothing is planned in the place of what was not measured."""
+    """As above; nothing is planned in the place of what was not measured. GPUs and whole steps are as close as the page begins with."""
     found = list(rows(page, "Jobs", "layout"))
-    assert len(found) == 3
+    assert len(found) == 5
+    assert "GPUs of whole jobs are within 8 %, their steps within 10 %" in page
     for plan, cells in found:
+        assert plan.time
+        assert all(is_within(0.08, cell) for cell in cells[:5]) and is_within(0.1, cells[-1])
         gpu = plan.memory.expected.stages[0].gpu
         sizes = [sum(gpu[phase].values()) for phase in ("start", "generate", "log-probs", "update")]
         trainer = sum(size for name, size in gpu["update"].items() if name not in NOT_THE_TRAINERS)
         sizes += [trainer, plan.memory.host(plan.nodes, "update")[0].gib * GIB]
-        assert cells == [cell if cell == "-" else f"{size / GIB:.1f}" for cell, size in zip(cells, sizes, strict=True)]
+        numbers = [size / GIB for size in sizes] + [plan.time.phases["generate"], plan.time.phases["update"], plan.time.seconds]
+        assert beside(cells) == ["-" if cell == "-" else f"{number:.1f}" for cell, number in zip(cells, numbers, strict=True)]
 
 
 def test_runs_that_check_the_plan(page: str) -> None:
-    """As above, by the benchmark's name of each run; seven of its nine of one GPU, since two ran out of memory."""
+    """As above, by the benchmark's name of each run; one of two GPUs, seven of its nine of one, since two ran out of memory."""
     machine, named = Machine("H200", 139.8, 125.0, False, ""), {row.name: row for row in ROWS}
-    found = re.findall(r"^\| (\w+, 1 GPU, [^|]*) \| (\d+) \| (.*) \|$", page, re.MULTILINE)
-    assert len(found) == 7
+    found = re.findall(r"^\| (\w+, \d GPU, [^|]*) \| (\d+) \| (.*) \|$", page, re.MULTILINE)
+    assert len(found) == 8
     for name, layers, cells in found:
         numbers = planned_numbers(named[name], plan_of_row(named[name], int(layers), machine), on_gpu=True)
-        assert beside(cells) == [f"{numbers[what]:.1f}" for what in ("trainer", "gpu", "node", "update")], name
+        assert beside(cells.split(" | ")) == [f"{numbers[what]:.1f}" for what in ("trainer", "gpu", "node", "update")], name
 
 
 def test_beside_the_guides_figures(page: str) -> None:
