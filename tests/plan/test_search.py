@@ -81,7 +81,8 @@ def test_nothing_better_is_missed(size: ModelSize, gib: int, engines: Sequence[t
     best = best_layouts(own, REGISTRY)
     assert not all(looked_at)
     assert len(seconds) > 20
-    assert [change.plan.time.seconds for change in best if change.plan.time] == pytest.approx(sorted(set(seconds))[:10])
+    told = sorted({round(each, search.DIGITS) for each in seconds})[:10]  # of those that take equally long, one
+    assert [change.plan.time.seconds for change in best if change.plan.time] == pytest.approx(told)
     assert any("gpus_per_engine" in str(change) or "data_parallel_size" in str(change) for change in best)
 
 
