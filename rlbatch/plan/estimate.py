@@ -117,7 +117,7 @@ def _on_gpu(job: MemoryInputs, certain: RankMemory, activations: StageActivation
     assume, is_eval = job.config.plan.assume, job.config.mode == "eval"
     always = {"CUDA and NCCL": assume.cuda_gib * GIB}
     process = {"engine's process": assume.engine_process_gib * GIB} if job.has_process and job.shape.is_colocated else {}
-    others = always | process | _divided(job, certain, "update", certain.gpu["update"])
+    others = {**always, **process, **_divided(job, certain, "update", certain.gpu["update"])}
     logits = activations.kept_logits if _keeps_logits(job, certain, activations, others) else activations.logits
     counted: Mapping[str, Parts] = {
         "update": {
