@@ -102,7 +102,7 @@ def test_generation_beside_what_was_measured(page: str) -> None:
 def test_whole_jobs_beside_what_was_measured(page: str) -> None:
     """As above; nothing is planned in the place of what was not measured. GPUs and whole steps are as close as the page begins with."""
     found = list(rows(page, "Jobs", "layout"))
-    assert len(found) == 5
+    assert len(found) == 6
     assert "GPUs of whole jobs are within 8 %, their steps within 10 %" in page
     for plan, cells in found:
         assert plan.time
