@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> None:
             family, layout, value_bytes=2, tokens=tokens, chunk=TrainConfig().logprob_chunk_tokens, microbatches=1, imbalance=1.0
         )
         seconds, memory = measured(options, keys, gpus)
-        planned = (stage.kept + stage.working) / 2**30
+        planned = (stage.kept + max(stage.working, stage.kept_logits)) / 2**30
         first = first or (seconds, memory, planned)
         more = seconds / first[0] - 1
         print(f"| {name} | {memory:.1f} | {first[1] - memory:.1f} | {first[2] - planned:.1f} | {seconds:.3f} | {more:.1%} |", flush=True)

@@ -41,8 +41,8 @@ class TokenBytes:
     passing: float = 0.0
 
 
-PARTS_ON_GPU = 3
-"""Parts of layers of which something is on the GPU though they leave it (``rlbatch.megatron.activation_offload``)."""
+PARTS_ON_GPU, LAST_PARTS = 3, 2
+"""Parts of layers on the GPU though they leave it (``rlbatch.megatron.activation_offload``): in backward passes, and before the first."""
 
 
 def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, has_experts: bool) -> TokenBytes:
@@ -112,8 +112,8 @@ class StageActivations:
     Attributes:
         kept: Activations of all microbatches in flight, kept until their backward pass.
         working: Activations of the layer that is being recomputed, or whose backward pass runs.
-        logits: Logits of a chunk of tokens, overwritten by their gradient, and a gradient of the output layer's weight in the training
-            precision; 0 for stages without an output layer.
+        logits: Logits of a chunk of tokens, overwritten by their gradient, a gradient of the output layer's weight in the training
+            precision, and what has not left the GPU yet; 0 for stages without an output layer.
         kept_logits: The same as ``logits`` if all tokens' logits are kept, which they are where there is room.
         imbalance: Bytes that the fullest expert-parallel rank has beyond ``kept`` and ``working``.
         scoring: Activations of one layer's forward pass that keeps nothing for a backward pass.
@@ -169,13 +169,15 @@ def stage_activations(
         extra = sum(layer.rows for layer in plain) * flying + (widest.rows * group if remade else widest.remade_rows)
         is_last = stage == layout.pp_size - 1
         column = vocabulary * value_bytes if is_last else 0  # of logits
-        head = vocabulary * hidden * (value_bytes + (SUM_BYTES if family.tie_embeddings else 0)) if is_last else 0
+        head = (
+            vocabulary * hidden * (value_bytes + (SUM_BYTES if family.tie_embeddings else 0)) + tokens * passing * LAST_PARTS / PARTS_ON_GPU
+        )
         found.append(
             StageActivations(
                 kept=tokens * kept * flying,
                 working=tokens * working,
-                logits=min(tokens, chunk) * column + head,
-                kept_logits=tokens * column + head,
+                logits=is_last * (min(tokens, chunk) * column + head),
+                kept_logits=is_last * (tokens * column + head),
                 imbalance=tokens * extra * uneven,
                 scoring=tokens * (widest.kept + widest.moved + widest.remade + (widest.rows + widest.remade_rows) * uneven),
                 scoring_logits=min(tokens, chunk) * column,

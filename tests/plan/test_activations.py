@@ -99,6 +99,7 @@ def test_parts_on_the_host() -> None:
     stay, leave = stages(plain)[0], stages(replace(plain, offload_modules=("attention", "experts")))[0]
     assert leave.moved == stay.kept - leave.kept > 0
     assert leave.working - stay.working == 3 * 2 * 8 * (2048 + 3 * 768) * 8192
+    assert leave.kept_logits - stay.kept_logits == 2 * 2 * 8 * (2048 + 3 * 768) * 8192  # the last two
     (few,) = stage_activations(
         REGISTRY.resolve_model_family({**CONFIGS["Qwen3-30B-A3B"], "num_hidden_layers": 1}),
         replace(plain, offload_modules=("experts",)),
