@@ -202,6 +202,7 @@ SLIME: Mapping[str, Ours] = {
     "--recompute-method": Ours("layout.recompute_method"),
     "--recompute-num-layers": Ours("layout.recompute_num_layers"),
     "--recompute-modules": Ours("layout.recompute_modules", "Without `moe_act` and `core_attn`, which is what an empty list means."),
+    "--offload-modules": Ours("layout.offload_modules", "`attention` and `experts`: all that autograd saves in them."),
     "--use-dynamic-batch-size": Ours("none", _PACKS),
     "--optimizer-cpu-offload": Ours("offload.name", "`offload=cpu_adam`. GPUs only."),
     "--moe-token-dispatcher-type": Ours("layout.dispatcher", "`auto`, `alltoall`, `gather` (its `allgather`, for uneven packs) or `flex`."),

@@ -132,11 +132,11 @@ class ActivationOffload:
                 saved.tensor = None
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
-        """Starts to copy a tensor that autograd saves; small ones, weights and those with gaps stay as they are."""
+        """Starts to copy a tensor that autograd saves; small ones, weights, those with gaps or of other kinds stay as they are."""
         now, storage = self._now, tensor.untyped_storage().data_ptr()
         assert now is not None
-        is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-        if tensor.nbytes < LEAST or storage in now.own or not is_dense:
+        is_plain = type(tensor) is Tensor and tensor.is_cuda == (self._out is not None)
+        if not is_plain or tensor.nbytes < LEAST or storage in now.own or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             return tensor
         name = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if (known := now.saved.get(name)) is not None:

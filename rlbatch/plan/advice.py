@@ -102,7 +102,8 @@ def _single(plan: JobPlan, registry: Registry) -> list[Mapping[str, Any]]:
     job, config = plan.job, plan.job.config
     found: list[Mapping[str, Any]] = [each for each in spare(job, registry) if each]
     if config.layout.recompute_granularity != "full":
-        found.append(RECOMPUTE | ({"layout.recompute_modules": ()} if config.layout.recompute_modules else {}))
+        parts = ("recompute_modules", "offload_modules")
+        found.append(RECOMPUTE | {f"layout.{name}": () for name in parts if getattr(config.layout, name)})
     least, tokens = -(-plan.work.longest // config.layout.cp_size), config.train.pack_tokens
     found += [{"train.max_tokens_per_gpu": max(tokens // part, least)} for part in (2, 4) if least < tokens]
     return found + [keys for share, keys in engine_shares(job).items() if share < job.shape.memory_share]

@@ -41,7 +41,9 @@ CONTEXTS = (1, 2, 4, 8)
 PACKS = (1, 2, 4)
 """Pack sizes that are tried, as multiples of a rank's tokens of the longest sample."""
 _REMADE = {key.removeprefix("layout."): value for key, value in RECOMPUTE.items()}
-RECOMPUTED: tuple[dict[str, Any], ...] = tuple({**keys, "recompute_modules": ()} for keys in (dict.fromkeys(_REMADE), _REMADE))
+RECOMPUTED: tuple[dict[str, Any], ...] = tuple(
+    {**keys, "recompute_modules": (), "offload_modules": ()} for keys in (dict.fromkeys(_REMADE), _REMADE)
+)
 """Settings of recomputation that are tried: none, and of all layers."""
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of nodes that are tried for the smallest cluster, after parts of one node and a whole one."""

@@ -13,6 +13,7 @@ from rlbatch.plan.memory import PHASES, MemoryFloor, Peak, RankMemory
 from tests.plan.planned import REGISTRY, plan
 
 QWEN = ("+cluster=h100x8", "layout.world_size=8")
+KEPT = tuple(f"layout.recompute_{name}=null" for name in ("granularity", "method", "num_layers"))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,7 @@ def test_gpus_by_what_is_said_and_by_name() -> None:
         ((*QWEN, "train.max_tokens_per_gpu=200000"), "train.max_tokens_per_gpu"),
         ((*QWEN, "rollout.engine.gpu_memory_utilization=0.9"), "rollout.engine.gpu_memory_utilization"),
         ((*QWEN, "layout.ep_size=1"), "layout.ep_size"),
+        ((*QWEN, *KEPT, "layout.offload_modules=[experts]", "train.max_tokens_per_gpu=32768"), "layout.offload_modules"),
     ],
 )
 def test_what_is_advised_fits(row: tuple[str, ...], change: str) -> None:
