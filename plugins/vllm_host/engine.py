@@ -251,7 +251,7 @@ def _routes(told: Any, tokens: int) -> tuple[Sequence[int], bytes] | None:
         return None
     if len(told) != tokens:
         raise RuntimeError(f"vLLM told the experts of {len(told)} tokens, and read {tokens}")
-    return told.shape, (told if told.itemsize == 1 else told.astype("int16")).tobytes()
+    return told.shape, (told if told.dtype == "uint8" else told.astype("int16")).tobytes()
 
 
 def _check_head_size(model: Any) -> None:

@@ -23,7 +23,7 @@ MODULES = {"attention": Attention, "experts": StackedExperts}
 """The values of ``layout.offload_modules``, with the modules that they mean."""
 LEAST = 2**20
 """Bytes of the smallest tensor that is moved."""
-PART, GROWTH = 2**25, 8
+PART, GROWTH = 2**23, 32
 """Bytes of a part of host memory, of which a tensor takes as many as it needs, and number of parts that are made at once."""
 HELD = 2
 """Number of forward passes of modules whose tensors stay on the GPU: the last ones, whose copies may still be under way."""
@@ -46,6 +46,7 @@ class _Saved:
         tensor: The tensor while it is on the GPU.
         parts: Its host memory, in order.
         uses: How often it is still wanted.
+        version: How often it had been changed in place when it was saved.
         sizes: Its shape and strides.
         dtype: Its type.
     """
@@ -54,6 +55,7 @@ class _Saved:
     tensor: Tensor | None
     parts: list[_Part]
     uses: int
+    version: int
     sizes: tuple[torch.Size, tuple[int, ...]]
     dtype: torch.dtype
 
@@ -129,6 +131,7 @@ class ActivationOffload:
             left = self._held.popleft()
             self._wait(left.copied)
             for saved in left.saved.values():
+                _check_unchanged(saved)
                 saved.tensor = None
 
     def _pack(self, tensor: Tensor) -> Tensor | _Saved:
@@ -142,10 +145,8 @@ class ActivationOffload:
         if (known := now.saved.get(name)) is not None:
             known.uses += 1
             return known
-        saved = _Saved(
-            now, tensor, [self._part() for _ in range(-(-tensor.nbytes // PART))], 1, (tensor.shape, tensor.stride()), tensor.dtype
-        )
-        now.saved[name] = saved
+        parts, sizes = [self._part() for _ in range(-(-tensor.nbytes // PART))], (tensor.shape, tensor.stride())
+        now.saved[name] = saved = _Saved(now, tensor, parts, 1, tensor._version, sizes, tensor.dtype)
         with self._beside(self._out):
             for part, values in zip(saved.parts, _bytes(tensor).split(PART), strict=True):
                 self._wait(part.read)
@@ -156,11 +157,14 @@ class ActivationOffload:
         """The tensor for the backward pass, on the GPU when its stream comes to it."""
         if isinstance(saved, Tensor):
             return saved
+        if not saved.uses:
+            raise RuntimeError("layout.offload_modules: a backward pass asked twice for what it had saved once. Leave the key out.")
         owner = saved.owner
         self._load(owner)
         self._wait(owner.loaded)
         if owner.before is not None:
             self._load(owner.before)
+        _check_unchanged(saved)
         tensor = saved.tensor
         assert tensor is not None
         saved.uses -= 1
@@ -186,6 +190,7 @@ class ActivationOffload:
                     assert saved.tensor is not None
                     for part, values in zip(saved.parts, _bytes(saved.tensor).split(PART), strict=True):
                         values.copy_(part.memory[: len(values)], non_blocking=True)
+                    saved.version = saved.tensor._version
             owner.loaded = self._event(self._back)
 
     def _part(self) -> _Part:
@@ -205,6 +210,15 @@ class ActivationOffload:
     def _wait(self, event: Any) -> None:
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
+
+
+def _check_unchanged(saved: _Saved) -> None:
+    """Autograd itself looks no more whether what it saved was changed in place, which would make gradients wrong."""
+    if saved.tensor is not None and saved.tensor._version != saved.version:
+        raise RuntimeError(
+            f"layout.offload_modules: a tensor of shape {list(saved.sizes[0])} was changed in place after it was saved for the backward "
+            "pass. Change a copy of it, or leave the key out."
+        )
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -30,6 +30,8 @@ class TokenBytes:
         remade_rows: The part of ``remade`` that grows with the tokens that experts get.
         moved: Bytes of the parts that leave for the host until the backward pass (``layout.offload_modules``).
         passing: Of these what is on the GPU at once: the last parts whose forward pass ended, and the next whose backward pass begins.
+        moved_rows: The part of ``moved`` that grows with the tokens that experts get.
+        rounding: Bytes that the host takes beside ``moved`` for a pack, whatever its tokens.
     """
 
     kept: float
@@ -39,8 +41,12 @@ class TokenBytes:
     remade_rows: float = 0.0
     moved: float = 0.0
     passing: float = 0.0
+    moved_rows: float = 0.0
+    rounding: float = 0.0
 
 
+ROUNDING = {"attention": 7 * 2**22, "experts": 3 * 2**22}
+"""Bytes of a module's tensors on the host beyond their own: half a piece of 8 MiB each (``rlbatch.megatron.activation_offload``)."""
 PARTS_ON_GPU, LAST_PARTS = 3, 2
 """Parts of layers on the GPU though they leave it (``rlbatch.megatron.activation_offload``): in backward passes, and before the first."""
 
@@ -63,13 +69,16 @@ def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, 
     is_latent = bool(family.transformer.get("multi_latent_attention"))
     leaving = ("attention" in layout.offload_modules) * (attention + (1 if is_latent else 2) * hidden / tp) * value_bytes
     remade = ("layernorm" in again and is_latent) * hidden / tp + (_up_projected(family, tp) if "mla_up_proj" in again else 0.0)
+    rounding = ("attention" in layout.offload_modules) * float(ROUNDING["attention"])
     if not has_experts:
         width = int(family.transformer["ffn_hidden_size"]) / tp
         mlp = hidden / tp + 4 * width  # input, gate and up, activation, product
         remade += ("mlp" in again) * 4 * width
         kept = between + attention + mlp - remade
         passing = PARTS_ON_GPU * leaving
-        return TokenBytes(kept * value_bytes - leaving, 0.0, 3 * width * value_bytes, remade * value_bytes, 0.0, leaving, passing)
+        return TokenBytes(
+            kept * value_bytes - leaving, 0.0, 3 * width * value_bytes, remade * value_bytes, 0.0, leaving, passing, 0.0, rounding
+        )
     model, etp = family.transformer, layout.etp_size
     width = int(model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]) / etp
     rows = int(model.get("moe_router_topk", 2)) * etp / tp  # of the experts, for each token of the pack
@@ -80,12 +89,14 @@ def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, 
     if "moe" in again:
         kept = (between + attention - remade + hidden / tp) * value_bytes - leaving  # of the experts, what they come from
         again_bytes = (remade + routed + shared) * value_bytes + router
-        return TokenBytes(kept, 0.0, backward, again_bytes, routed * value_bytes, leaving, PARTS_ON_GPU * leaving)
+        return TokenBytes(kept, 0.0, backward, again_bytes, routed * value_bytes, leaving, PARTS_ON_GPU * leaving, 0.0, rounding)
     remade += ("shared_experts" in again) * shared
     rows_leaving = ("experts" in layout.offload_modules) * routed * value_bytes
     kept = (between + attention + routed + shared - remade) * value_bytes + router - leaving - rows_leaving
     passing = PARTS_ON_GPU * max(leaving, rows_leaving)
-    return TokenBytes(kept, routed * value_bytes - rows_leaving, backward, remade * value_bytes, 0.0, leaving + rows_leaving, passing)
+    rounding += ("experts" in layout.offload_modules) * ROUNDING["experts"]
+    rows, moved = routed * value_bytes - rows_leaving, leaving + rows_leaving
+    return TokenBytes(kept, rows, backward, remade * value_bytes, 0.0, moved, passing, rows_leaving, rounding)
 
 
 def _attention(family: ModelFamily, tp: int) -> float:
@@ -167,6 +178,7 @@ def stage_activations(
         passing = min(max(layer.passing for layer in layers), moved)
         working = (widest.kept * group if remade else widest.remade) + widest.backward + passing
         extra = sum(layer.rows for layer in plain) * flying + (widest.rows * group if remade else widest.remade_rows)
+        extra += min(PARTS_ON_GPU, len(layers)) * widest.moved_rows
         is_last = stage == layout.pp_size - 1
         column = vocabulary * value_bytes if is_last else 0  # of logits
         head = (
@@ -179,9 +191,10 @@ def stage_activations(
                 logits=is_last * (min(tokens, chunk) * column + head),
                 kept_logits=is_last * (tokens * column + head),
                 imbalance=tokens * extra * uneven,
-                scoring=tokens * (widest.kept + widest.moved + widest.remade + (widest.rows + widest.remade_rows) * uneven),
+                scoring=tokens
+                * (widest.kept + widest.moved + widest.remade + (widest.rows + widest.remade_rows + widest.moved_rows) * uneven),
                 scoring_logits=min(tokens, chunk) * column,
-                moved=tokens * moved,
+                moved=tokens * moved + sum(layer.rounding for layer in layers) * flying,
             )
         )
     return tuple(found)

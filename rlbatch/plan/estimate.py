@@ -183,6 +183,6 @@ def _on_host(job: MemoryInputs, activations: StageActivations, phase: str) -> Pa
     """Bytes that a rank takes of host memory on top of the floor in a phase."""
     assume, config = job.config.plan.assume, job.config
     parts = {"operating system, data, rewards": assume.node_gib * GIB / min(config.cluster.gpus_per_node, config.layout.world_size)}
-    if activations.moved and job.on_gpu and phase not in ("load", "start"):
-        parts[ACTIVATIONS] = activations.moved
+    if activations.moved and job.on_gpu and config.mode != "eval" and phase not in ("load", "start"):
+        parts[ACTIVATIONS] = activations.moved * assume.activations_factor
     return parts

@@ -98,6 +98,34 @@ def test_an_error_in_a_module_leaves_autograd_as_it_was(layers: tuple[list[Squar
     assert not offload._hooks
 
 
+class Changing(Square):
+    """Changes what it saved."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        result = super().forward(values)
+        product = self.made[-1]()
+        assert product is not None
+        with torch.no_grad():
+            product.mul_(2)
+        return result
+
+
+def test_what_is_changed_in_place_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is on the GPU, and before it leaves; as autograd refuses it without hooks. Nor can it be asked for twice."""
+    monkeypatch.setattr(activation_offload, "LEAST", 1)
+    for behind in (0, HELD):
+        modules = [Changing(), *(Square() for _ in range(behind))]
+        ActivationOffload("layout.offload_modules=[experts]", modules)
+        with pytest.raises(RuntimeError, match="was changed in place after it was saved"):
+            gradients(modules, [torch.ones(2, 64)])
+    module = Square()
+    ActivationOffload("layout.offload_modules=[experts]", [module])
+    loss = module(torch.ones(2, 64)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="asked twice"):
+        loss.backward()
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     models = {"qwen3_moe": tiny_models.qwen3_moe, "deepseek_v3": tiny_models.deepseek_v3}

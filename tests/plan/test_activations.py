@@ -97,7 +97,12 @@ def test_parts_on_the_host() -> None:
                 before, after = (layer_bytes(family, layout, 2, has_experts=has_experts) for layout in (plain, moved))
                 assert (before.kept - after.kept, after.moved, after.passing) == (leaving, leaving, 3 * leaving)
     stay, leave = stages(plain)[0], stages(replace(plain, offload_modules=("attention", "experts")))[0]
-    assert leave.moved == stay.kept - leave.kept > 0
+    assert leave.moved == stay.kept - leave.kept + 48 * 10 * 2**22 > 0  # half a piece of 8 MiB for each of ten tensors
+    uneven, even = (
+        stages(replace(plain, world_size=8, ep_size=8, offload_modules=("experts",)), imbalance=imbalance)[0] for imbalance in (1.5, 1)
+    )
+    assert uneven.scoring - even.scoring == 0.5 * 2 * 8 * (2048 + 3 * 768) * 8192  # nothing leaves then
+    assert uneven.imbalance == 3 * 0.5 * 2 * 8 * (2048 + 3 * 768) * 8192
     assert leave.working - stay.working == 3 * 2 * 8 * (2048 + 3 * 768) * 8192
     assert leave.kept_logits - stay.kept_logits == 2 * 2 * 8 * (2048 + 3 * 768) * 8192  # the last two
     (few,) = stage_activations(
@@ -105,7 +110,7 @@ def test_parts_on_the_host() -> None:
         replace(plain, offload_modules=("experts",)),
         **{"value_bytes": 2, "tokens": 8192, "chunk": 4096, "microbatches": 1, "imbalance": 1.0},
     )
-    assert few.working == stay.working + few.moved
+    assert few.working == stay.working + few.moved - 3 * 2**22
 
 
 def test_logits_are_the_last_stages() -> None:

@@ -15,7 +15,7 @@ from rlbatch.api import ConfigError
 from rlbatch.config.schema import LayoutConfig
 from rlbatch.plan.activations import layer_bytes
 from rlbatch.plan.engine_memory import GIB, MemoryInputs
-from rlbatch.plan.estimate import DIVIDED, estimate_memory
+from rlbatch.plan.estimate import ACTIVATIONS, DIVIDED, estimate_memory
 from rlbatch.plan.layout import check_layout
 from rlbatch.plan.memory import PHASES, STATE
 from rlbatch.plan.parameters import ModelSize
@@ -110,6 +110,8 @@ def test_activations_that_leave_are_on_the_node() -> None:
     saved = stay.gpu_of_stage(0, "update")[0].gib - leave.gpu_of_stage(0, "update")[0].gib
     taken = [leave.host((8,), phase)[0].gib - stay.host((8,), phase)[0].gib for phase in ("load", "sync", "update")]
     assert taken[0] == 0
+    evaluated = estimate_memory(job(*row, "layout.offload_modules=[experts]", "mode=eval", "data.eval=y")).host((8,), "update")[0]
+    assert ACTIVATIONS not in evaluated.parts
     assert taken[1] == taken[2] >= 8 * saved > 0  # something is on both while it is on its way
 
 

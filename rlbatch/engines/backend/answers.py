@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rlbatch.api import Completion, Prompt, SamplingParams, draw_key
+from rlbatch.api import Completion, Prompt, RolloutError, SamplingParams, draw_key
 from rlbatch.engines.protocol.frames import unpack_ints
 
 if TYPE_CHECKING:
@@ -40,6 +40,10 @@ def _routes(shapes: Sequence[Sequence[int] | None], payload: bytes) -> Iterator[
     """Each sample's routes, of its shape, uint8 or int16 as there are bytes; None for a sample without a shape."""
     start, count = 0, sum(math.prod(shape) for shape in shapes if shape is not None)
     width = len(payload) // count if count else 1
+    if width not in (1, 2) or len(payload) != width * count:
+        raise RolloutError(
+            f"an engine told {count} experts in {len(payload)} bytes; each must have one byte or two. Fix the engine's host."
+        )
     for shape in shapes:
         if shape is None:
             yield None

@@ -47,7 +47,7 @@ def host_memory() -> tuple[int, int]:
         with suppress(OSError, ValueError):  # `max`: no limit
             limit = int((folder / names.limit).read_text())
             used = int((folder / names.used).read_text()) - sum(_number(folder / "memory.stat", names.stat + cache) for cache in CACHES)
-            total, free = min(total, limit), min(free, max(0, limit - used))
+            total, free = min(total, limit), min(free, limit, max(0, limit - used))
     return total, free
 
 

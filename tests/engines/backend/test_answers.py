@@ -5,6 +5,7 @@ from array import array
 import pytest
 import torch
 
+from rlbatch.api import RolloutError
 from rlbatch.engines.backend.answers import completions
 
 SAID = {"lengths": [2, 1, 1], "reasons": ["stop", "length", "stop"], "policy_version": 4, "seconds": [1.0, 2.0, 3.0]}
@@ -22,6 +23,14 @@ def test_routes_are_as_wide_as_they_were_sent(kind: str, dtype: torch.dtype) -> 
     assert made[0].routes.dtype == made[2].routes.dtype == dtype
     assert made[0].routes.tolist() == torch.arange(12).view(2, 3, 2).tolist()
     assert made[2].routes.tolist() == [[[200, 201], [202, 203]]]
+
+
+@pytest.mark.parametrize("payload", [array("i", range(12)).tobytes(), bytes(13), b""])
+def test_routes_of_no_known_width_are_refused(payload: bytes) -> None:
+    """Four bytes each, or some of one and some of two."""
+    numbers = array("i", [7, 8, 9, 5]).tobytes() + bytes(16)
+    with pytest.raises(RolloutError, match="told 12 experts in"):
+        completions({**SAID, "routes": [[2, 3, 2], None, None]}, numbers + payload)
 
 
 def test_samples_without_routes() -> None:
