@@ -219,7 +219,7 @@ def _check_offloaded(layout: LayoutConfig) -> None:
         if name in names and (both := [each for each in layout.recompute_modules if each in again]):
             raise ConfigError(
                 f"{shown}: {name} cannot leave where layout.recompute_modules has {both[0]}, which drops its values itself. "
-                f"Leave one of both out."
+                "Leave one of both out."
             )
 
 

@@ -18,14 +18,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rlbatch.megatron.experts import StackedExperts
 from rlbatch.megatron.host_memory import HostMemory
+from rlbatch.plan.activations import LAST_PARTS, PIECE_BYTES
 
 MODULES = {"attention": Attention, "experts": StackedExperts}
 """The values of ``layout.offload_modules``, with the modules that they mean."""
 LEAST = 2**20
 """Bytes of the smallest tensor that is moved."""
-PART, GROWTH = 2**23, 32
+PART, GROWTH = PIECE_BYTES, 32
 """Bytes of a part of host memory, of which a tensor takes as many as it needs, and number of parts that are made at once."""
-HELD = 2
+HELD = LAST_PARTS
 """Number of forward passes of modules whose tensors stay on the GPU: the last ones, whose copies may still be under way."""
 
 

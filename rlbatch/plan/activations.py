@@ -6,7 +6,7 @@ parallelism (tensors between attention and MLP are divided over tensor-parallel 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlbatch.api import ModelFamily
 from rlbatch.config.schema import LayoutConfig
@@ -45,14 +45,18 @@ class TokenBytes:
     rounding: float = 0.0
 
 
-ROUNDING = {"attention": 7 * 2**22, "experts": 3 * 2**22}
-"""Bytes of a module's tensors on the host beyond their own: half a piece of 8 MiB each (``rlbatch.megatron.activation_offload``)."""
-PARTS_ON_GPU, LAST_PARTS = 3, 2
-"""Parts of layers on the GPU though they leave it (``rlbatch.megatron.activation_offload``): in backward passes, and before the first."""
+PIECE_BYTES, LAST_PARTS = 2**23, 2
+"""Bytes of a piece of host memory, of which each tensor that leaves takes as many as it needs; and number of parts of layers that stay on
+the GPU after their forward pass, the last ones (``rlbatch.megatron.activation_offload``).
+"""
+PARTS_ON_GPU = LAST_PARTS + 1
+"""Number of parts that are on the GPU in backward passes though they leave it: the next one comes back meanwhile."""
+TENSORS = {"attention": 7, "experts": 3}
+"""Tensors of a part that leave; each takes half a piece more than its bytes."""
 
 
 def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, has_experts: bool) -> TokenBytes:
-    """The bytes that one layer keeps for each token.
+    """The bytes that one layer keeps for each token on the GPU, and what of it leaves for the host.
 
     Args:
         family: Family of the model.
@@ -60,6 +64,25 @@ def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, 
         value_bytes: Bytes of one activation value: 2 (bf16) or 4 (fp32).
         has_experts: Whether the layer has experts.
     """
+    whole, names = _whole_layer(family, layout, value_bytes, has_experts=has_experts), layout.offload_modules
+    norms = 1 if family.transformer.get("multi_latent_attention") else 2  # Transformer Engine's is in attention, with its input
+    hidden = norms * int(family.transformer["hidden_size"]) / layout.tp_size
+    attention = ("attention" in names) * (_attention(family, layout.tp_size) + hidden) * value_bytes
+    experts = ("experts" in names) * whole.rows
+    tensors = sum(TENSORS[name] for name in names if name != "experts" or has_experts)
+    return replace(
+        whole,
+        kept=whole.kept - attention - experts,
+        rows=whole.rows - experts,
+        moved=attention + experts,
+        passing=PARTS_ON_GPU * max(attention, experts),
+        moved_rows=experts,
+        rounding=tensors * PIECE_BYTES / 2,
+    )
+
+
+def _whole_layer(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, has_experts: bool) -> TokenBytes:
+    """The result of ``layer_bytes`` if nothing leaves the GPU."""
     hidden, tp = int(family.transformer["hidden_size"]), layout.tp_size
     again = layout.recompute_modules
     between = 3 * hidden / tp  # inputs of both norms, output of the first
@@ -67,18 +90,13 @@ def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, 
     # Of norms only that before latent attention counts: Transformer Engine has the others in linear layers, which keep its output, and a
     # router keeps its input.
     is_latent = bool(family.transformer.get("multi_latent_attention"))
-    leaving = ("attention" in layout.offload_modules) * (attention + (1 if is_latent else 2) * hidden / tp) * value_bytes
     remade = ("layernorm" in again and is_latent) * hidden / tp + (_up_projected(family, tp) if "mla_up_proj" in again else 0.0)
-    rounding = ("attention" in layout.offload_modules) * float(ROUNDING["attention"])
     if not has_experts:
         width = int(family.transformer["ffn_hidden_size"]) / tp
         mlp = hidden / tp + 4 * width  # input, gate and up, activation, product
         remade += ("mlp" in again) * 4 * width
         kept = between + attention + mlp - remade
-        passing = PARTS_ON_GPU * leaving
-        return TokenBytes(
-            kept * value_bytes - leaving, 0.0, 3 * width * value_bytes, remade * value_bytes, 0.0, leaving, passing, 0.0, rounding
-        )
+        return TokenBytes(kept * value_bytes, 0.0, 3 * width * value_bytes, remade * value_bytes)
     model, etp = family.transformer, layout.etp_size
     width = int(model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]) / etp
     rows = int(model.get("moe_router_topk", 2)) * etp / tp  # of the experts, for each token of the pack
@@ -87,16 +105,11 @@ def layer_bytes(family: ModelFamily, layout: LayoutConfig, value_bytes: int, *, 
     router = hidden / tp * value_bytes + ROUTING_BYTES * int(model["num_moe_experts"]) / tp  # its input
     backward = rows * (hidden + 2 * width) * value_bytes
     if "moe" in again:
-        kept = (between + attention - remade + hidden / tp) * value_bytes - leaving  # of the experts, what they come from
-        again_bytes = (remade + routed + shared) * value_bytes + router
-        return TokenBytes(kept, 0.0, backward, again_bytes, routed * value_bytes, leaving, PARTS_ON_GPU * leaving, 0.0, rounding)
+        kept = (between + attention - remade + hidden / tp) * value_bytes  # of the experts, what they come from
+        return TokenBytes(kept, 0.0, backward, (remade + routed + shared) * value_bytes + router, routed * value_bytes)
     remade += ("shared_experts" in again) * shared
-    rows_leaving = ("experts" in layout.offload_modules) * routed * value_bytes
-    kept = (between + attention + routed + shared - remade) * value_bytes + router - leaving - rows_leaving
-    passing = PARTS_ON_GPU * max(leaving, rows_leaving)
-    rounding += ("experts" in layout.offload_modules) * ROUNDING["experts"]
-    rows, moved = routed * value_bytes - rows_leaving, leaving + rows_leaving
-    return TokenBytes(kept, rows, backward, remade * value_bytes, 0.0, moved, passing, rows_leaving, rounding)
+    kept = (between + attention + routed + shared - remade) * value_bytes + router
+    return TokenBytes(kept, routed * value_bytes, backward, remade * value_bytes)
 
 
 def _attention(family: ModelFamily, tp: int) -> float:
