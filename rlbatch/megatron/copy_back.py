@@ -1,4 +1,4 @@
-"""Copies weights that were updated on the host to the GPU through page-locked memory of bounded size, beside the next update."""
+"""Copies weights between the host, where they are fp32, and the GPU through page-locked memory of bounded size."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ BUFFER_BYTES = 64 * 2**20
 
 
 class CopyBack:
-    """Two buffers, of which one is filled, in the GPU's type, while the other is copied to the GPU.
+    """Two buffers in the GPU's type: one is on its way from or to the GPU while the other is filled or emptied.
 
-    torch's own copy from fp32 on the host to bf16 on the GPU makes new memory for each tensor, and waits.
+    torch's own copies between fp32 on the host and bf16 on the GPU make new memory for each tensor, and wait.
 
     Args:
         memory: Page-locked memory of both buffers.
@@ -39,3 +39,28 @@ class CopyBack:
                 into.copy_(buffer, non_blocking=True)
             self._copied[self._turn] = None if self._stream is None else self._stream.record_event()
             self._turn = 1 - self._turn
+
+    def fetch(self, target: Tensor, source: Tensor) -> None:
+        """Copies ``source``, on the GPU, into ``target``, complete when this returns. Both are contiguous and equally long."""
+        size = len(self._buffers[0]) // source.element_size()
+        coming: list[tuple[Tensor, Tensor, Any]] = []
+        for into, values in zip(target.view(-1).split(size), source.view(-1).split(size), strict=True):
+            buffer = self._buffers[self._turn][: values.nbytes].view(values.dtype)
+            if self._copied[self._turn] is not None:
+                self._copied[self._turn].synchronize()
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                buffer.copy_(values, non_blocking=True)
+            self._copied[self._turn] = None if self._stream is None else self._stream.record_event()
+            coming.append((into, buffer, self._copied[self._turn]))
+            self._turn = 1 - self._turn
+            if len(coming) == 2:
+                _arrive(*coming.pop(0))
+        for each in coming:
+            _arrive(*each)
+
+
+def _arrive(target: Tensor, buffer: Tensor, copied: Any) -> None:
+    """Takes values out of a buffer once they are there."""
+    if copied is not None:
+        copied.synchronize()
+    target.copy_(buffer)

@@ -67,13 +67,14 @@ def _live_without_transformer_engine() -> None:
 
 
 def _fix_hybrid_optimizer() -> None:
-    """Corrects ``HybridDeviceOptimizer`` (Adam partly on the host) in nine ways.
+    """Corrects ``HybridDeviceOptimizer`` (Adam partly on the host) in ten ways.
 
     Its parameter groups carry optimizer classes, which a checkpoint that loads safely refuses. Its map from parameters to fp32 copies lacks
     those that are fp32 already: loading raises KeyError, and their host copies keep the old values after weights or a checkpoint were
     loaded. And it tells host from GPU by the optimizer's class, which is the same for both without Transformer Engine: a resumed GPU part
     finds its moments on the host. With Transformer Engine's Adam on the GPU it goes on wrongly after a resume: both parts are torch's.
     It locks a bf16 copy of each parameter that nobody reads, and has torch lock memory for gradients, which rounds up to powers of two.
+    Weights come to the host by one thread, through memory that is not locked.
     It steps with the threads that the process has, which is one. And each weight that goes back waits for memory and for its copy.
     """
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer as Hybrid
@@ -81,8 +82,7 @@ def _fix_hybrid_optimizer() -> None:
     from rlbatch.megatron.copy_back import BUFFER_BYTES, CopyBack
     from rlbatch.megatron.host_memory import HostMemory
 
-    split, fetch_gradients = Hybrid._get_sub_optimizer_param_groups, Hybrid._set_sub_optimizer_grads
-    initialise, refresh, synchronise = Hybrid.__init__, Hybrid.update_fp32_param_by_new_param, Hybrid._sync_hdo_state_to_sub_optimizers
+    fetch_gradients, initialise, synchronise = Hybrid._set_sub_optimizer_grads, Hybrid.__init__, Hybrid._sync_hdo_state_to_sub_optimizers
 
     def without_classes(self: Any, *args: Any, **kwargs: Any) -> None:
         kwargs["gpu_optimizer_cls"] = kwargs["cpu_optimizer_cls"]
@@ -91,15 +91,23 @@ def _fix_hybrid_optimizer() -> None:
             for group in optimizer.param_groups:
                 for name in ("cpu_optimizer_cls", "gpu_optimizer_cls"):
                     group.pop(name, None)
+        refresh_host_copies(self, self.gpu_params_map_cpu_copy)
 
-    def refresh_host_copies(self: Any) -> None:
-        for param, copy in self.gpu_params_map_cpu_copy.items():
-            if param not in self.param_to_fp32_param:
-                copy.data.copy_(param)
+    def refresh_host_copies(self: Any, wanted: Any) -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(own_cores())
+        self._h2d_stream.wait_stream(torch.cuda.current_stream())
+        try:
+            for param in wanted:
+                self.copies.fetch(self.gpu_params_map_cpu_copy[param].data, param.data)
+        finally:
+            torch.set_num_threads(before)
 
     def update_from_model(self: Any) -> None:
-        refresh(self)
-        refresh_host_copies(self)
+        refresh_host_copies(self, self.gpu_params_map_cpu_copy)
+        for param, main in self.param_to_fp32_param.items():
+            if param not in self.gpu_params_map_cpu_copy:
+                main.data.copy_(param)
 
     def update_from_state(self: Any) -> None:
         for param, state in self.state.items():
@@ -115,15 +123,29 @@ def _fix_hybrid_optimizer() -> None:
 
     def synchronise_all(self: Any) -> None:
         synchronise(self)
-        refresh_host_copies(self)
+        refresh_host_copies(self, [param for param in self.gpu_params_map_cpu_copy if param not in self.param_to_fp32_param])
 
-    def split_without_locking(self: Any, *args: Any) -> Any:
-        lock = torch.Tensor.pin_memory
-        torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
-        try:
-            return split(self, *args)
-        finally:
-            torch.Tensor.pin_memory = lock  # type: ignore[method-assign]
+    def split_without_copies(self: Any, fraction: float) -> Any:
+        """As Megatron's, but copies on the host lie in one memory; their values come with those of the model."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        wanted, count, hosted = fraction * sum(param.numel() for param in params if param.is_cuda), 0, []
+        for param in params:
+            if count < wanted and param.is_cuda:
+                hosted.append(param)
+                count += param.numel()
+        sizes = [4 * param.numel() for param in hosted]
+        memory = HostMemory("offload").take(sum(sizes), is_pinned=False).split(sizes)
+        copies = {param: part.view(torch.float32).view(param.shape) for param, part in zip(hosted, memory, strict=True)}
+        mains = {param: copies[param] if param in copies else param.detach().float() for param in params if param.dtype != torch.float32}
+        inner = {**copies, **mains}
+        groups = []
+        for is_hosted in (True, False):
+            own = (
+                {**group, "params": [inner.get(each, each) for each in group["params"] if (each in copies) is is_hosted]}
+                for group in self.param_groups
+            )
+            groups.append([group for group in own if group["params"]])
+        return *groups, copies, {copy: param for param, copy in copies.items()}, mains
 
     def fetch_into_one_memory(self: Any) -> None:
         copies = self.cpu_copys_map_gpu_param
@@ -140,7 +162,7 @@ def _fix_hybrid_optimizer() -> None:
     def register_copies(self: Any) -> None:
         if self.cpu_optimizers and not hasattr(self, "copy_memory"):
             self.copy_memory = HostMemory("offload").take(2 * BUFFER_BYTES, is_pinned=self.pin_cpu_grads)
-        copies = CopyBack(self.copy_memory, self._h2d_stream) if self.cpu_optimizers else None
+        self.copies = copies = CopyBack(self.copy_memory, self._h2d_stream) if self.cpu_optimizers else None
 
         def from_host(optimizer: Any, *_: Any) -> None:
             assert copies is not None
@@ -171,7 +193,7 @@ def _fix_hybrid_optimizer() -> None:
     Hybrid.__init__ = without_classes
     Hybrid.step = step_on_own_cores
     Hybrid._register_param_copy_back_gpu_hook = register_copies
-    Hybrid._get_sub_optimizer_param_groups = split_without_locking
+    Hybrid._get_sub_optimizer_param_groups = split_without_copies
     Hybrid._set_sub_optimizer_grads = fetch_into_one_memory
     Hybrid.update_fp32_param_by_new_param = update_from_model
     Hybrid._update_fp32_params_by_new_state = update_from_state

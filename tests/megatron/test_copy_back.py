@@ -19,3 +19,7 @@ def test_every_value_arrives(dtype: torch.dtype, length: int) -> None:
         copies.copy(memory[1 : length + 1], source)
         assert torch.equal(memory[1 : length + 1], source.to(dtype))
         assert memory[[0, -1]].tolist() == [7.0, 7.0]
+        back = torch.full((length + 2,), 7.0)
+        copies.fetch(back[1 : length + 1], memory[1 : length + 1])
+        assert torch.equal(back[1 : length + 1], source.to(dtype).float())
+        assert back[[0, -1]].tolist() == [7.0, 7.0]
