@@ -89,3 +89,10 @@ def held_state(optimizer: Any) -> Iterator[Tensor]:
         for part in getattr(one.optimizer, "sub_optimizers", [one.optimizer]):
             for state in part.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def host_state_bytes(optimizer: Any) -> int:
+    """Size of a rank's main weights and moments on the host, and of the memory there into which gradients come, bytes."""
+    storages = {value.untyped_storage()._cdata: value.untyped_storage() for value in held_state(optimizer) if not value.is_cuda}
+    gradients = [getattr(one.optimizer, "gradient_memory", None) for one in optimizer.chained_optimizers]
+    return sum(each.nbytes() for each in storages.values()) + sum(each.nbytes for each in gradients if each is not None)

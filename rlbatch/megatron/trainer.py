@@ -27,7 +27,7 @@ from rlbatch.megatron.finite import MAX_GRADIENT_NORM, FiniteCheck, NotFinite, a
 from rlbatch.megatron.gradients import GradientMemory
 from rlbatch.megatron.host_memory import HostMemory
 from rlbatch.megatron.microbatch_inputs import MicrobatchInputs, padded_to
-from rlbatch.megatron.optimizer import build_optimizer, build_schedule, held_state, optimizer_spec, wrap_data_parallel
+from rlbatch.megatron.optimizer import build_optimizer, build_schedule, held_state, host_state_bytes, optimizer_spec, wrap_data_parallel
 from rlbatch.megatron.policy import Policy
 from rlbatch.megatron.rounding import rounded
 from rlbatch.megatron.routing_replay import PackRouting, RoutedPack, RoutingReplay
@@ -108,6 +108,11 @@ class Trainer(Policy):
     def gradient_bytes(self) -> int:
         """Size of this rank's gradients now, bytes."""
         return self._gradients.num_bytes
+
+    @property
+    def optimizer_host_bytes(self) -> int:
+        """Size of the optimizer's part on the host, bytes, without what offload strategies move there."""
+        return host_state_bytes(self.optimizer)
 
     @property
     def host_bytes(self) -> int:

@@ -62,14 +62,11 @@ def tell_host_plans(config: Config, registry: Registry, family: ModelFamily, inf
 
 def tell_held(job: Job, name: str) -> None:
     """Tells the process above this rank how much host memory the rank holds as a phase begins."""
-    parts = {
-        "weights": job.trainer.weights(),
-        "optimizer state": job.trainer.optimizer_state(),
-        "reference model": job.trainer.reference_weights(),
-    }
+    parts = {"weights": job.trainer.weights(), "reference model": job.trainer.reference_weights()}
     held = {component: _size(tensor for tensor in tensors if tensor.device.type == "cpu") for component, tensors in parts.items()}
     gradients = job.trainer.gradient_bytes if job.device == "cpu" else 0
-    guardian.tell(doing=name, held={**held, "gradients": gradients, LEFT_GPU: job.trainer.host_bytes})
+    optimizer = job.trainer.optimizer_host_bytes
+    guardian.tell(doing=name, held={**held, "optimizer state": optimizer, "gradients": gradients, LEFT_GPU: job.trainer.host_bytes})
 
 
 @contextmanager

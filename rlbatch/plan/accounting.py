@@ -38,6 +38,8 @@ ON_HOST = {
     **dict.fromkeys((LEFT, "weights that left the GPU"), LEFT_GPU),
 }
 """Part of a plan for host memory -> component under which messages show it."""
+MADE_IN = {"load": tuple(dict.fromkeys(ON_HOST.values())), "update": ("optimizer state", LEFT_GPU)}
+"""Phase of the plan -> components of host memory that are made in it, whose size a rank has not told before."""
 _ASKED = re.compile(r"Tried to allocate ([\d.]+) ([MG]iB)")
 
 Table = dict[str, dict[str, dict[str, float]]]
@@ -125,7 +127,8 @@ def out_of_host_memory(told: Mapping[str, Any], most: int, others: int, *, on_gp
 
     Args:
         told: What the rank has reported: ``host_plans``, the watchdog's ``phase``, what the rank is ``doing`` (a phase of the step or
-            of the plan) and ``held``, component -> bytes. A rank without a plan yet is importing.
+            of the plan) and ``held``, component -> bytes. A rank without a plan yet is importing. Memory that nobody has named is first
+            taken for that of components that are made in the phase, up to their plan.
         most: Peak memory of the rank's process, bytes.
         others: Memory of the processes that it started, bytes.
         on_gpu: Whether the rank has a GPU.
@@ -139,6 +142,10 @@ def out_of_host_memory(told: Mapping[str, Any], most: int, others: int, *, on_gp
         return ""
     planned, change = plans[phase]["planned"], plans[phase]["change"]
     taken = {**held, PROCESSES: max(most + others - sum(held.values()), 0)}
+    for part in MADE_IN.get(phase, ()):
+        made = min(planned.get(part, 0.0) - taken.get(part, 0.0), taken[PROCESSES] - planned.get(PROCESSES, 0.0))
+        if made > 0:
+            taken[part], taken[PROCESSES] = taken.get(part, 0.0) + made, taken[PROCESSES] - made
     said_first, each_one = _compared(taken, planned)
     fix = f"Use {change}" if change else "Use sizes that divide the model further, more nodes or fewer ranks on each"
     when = WHEN.get(phase, "while it imports")
@@ -150,7 +157,8 @@ def _compared(taken: Parts, planned: Parts) -> tuple[str, str]:
     both = {each: (taken.get(each, 0.0) / GIB, planned.get(each, 0.0) / GIB) for each in {*taken, *planned}}
     worst = max(both, key=lambda each: both[each][0] - both[each][1])
     over = both[worst][0] - both[worst][1]
-    outgrew = f"{worst} took {over:+.1f} GiB beside what was planned" if over >= SHOWN_GIB else "nothing outgrew what was planned"
+    fits = f"nothing outgrew what was planned, {sum(planned.values()) / GIB:.1f} GiB in all"
+    outgrew = f"{worst} took {over:+.1f} GiB beside what was planned" if over >= SHOWN_GIB else fits
     shown = sorted((each for each in both if max(both[each]) >= SHOWN_GIB), key=lambda each: -max(both[each]))
     return outgrew, ", ".join("{} {:.1f} ({:.1f})".format(each, *both[each]) for each in shown)
 

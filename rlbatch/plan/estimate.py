@@ -174,7 +174,8 @@ def _divided(job: MemoryInputs, certain: RankMemory, phase: str, parts: Parts) -
     assert job.offload is not None
     main = STATE_BYTES - MOMENT_BYTES
     left = STATE_BYTES if phase != "start" and updates_before_generating(job.config) else main
-    sizes = {"optimizer": job.offload.hosted_bytes, LEFT: left, "main weights": main, "moments": MOMENT_BYTES}
+    hosted = main if phase in ("load", "start") else job.offload.hosted_bytes
+    sizes = {"optimizer": hosted, LEFT: left, "main weights": main, "moments": MOMENT_BYTES}
     held = sum(size for name, size in sizes.items() if name in parts)
     return {DIVIDED: certain.undecided / 2 * held} if held else {}
 

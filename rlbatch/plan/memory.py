@@ -231,6 +231,8 @@ def _host(job: MemoryInputs, share: Share) -> Mapping[str, Parts]:
     if job.has_reference:
         always["reference model"] = WEIGHT_BYTES[config.train.precision] * share.held
     hosted = {"optimizer": offload.hosted_bytes * offload.hosted_share * share.owned}
+    if offload.hosted_share and config.mode != "eval":
+        always["optimizer"] = (STATE_BYTES - MOMENT_BYTES) * offload.hosted_share * share.owned  # weights; the rest comes with updates
     trainer = _trainer(job, share)
     loaded = started = always
     if job.offload and offload.moves_weights and config.mode != "eval":

@@ -20,7 +20,7 @@ def test_memory_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None
     """What outgrew its plan, and torch's own words; other errors are not explained so, nor is what a plugin does not let plan."""
     weights = [torch.zeros(2**26)]
     trainer: Any = SimpleNamespace(
-        weights=lambda: weights, optimizer_state=lambda: (), reference_weights=lambda: (), gradient_bytes=5, host_bytes=7
+        weights=lambda: weights, optimizer_host_bytes=3, reference_weights=lambda: (), gradient_bytes=5, host_bytes=7
     )
     monkeypatch.setattr(guardian, "_told", {"phase": "training", "doing": "logprobs"})
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as refused:
@@ -28,7 +28,7 @@ def test_memory_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None
     assert guardian.in_words(refused.value, 2) is refused.value
     guardian.tell(host_plans=dict.fromkeys(PHASES, PLAN))
     tell_held(SimpleNamespace(trainer=trainer, device="cpu"), "logprobs")
-    assert guardian.told()["held"] == {"weights": 2**28, "optimizer state": 0, "reference model": 0, "gradients": 5, "what left the GPU": 7}
+    assert guardian.told()["held"] == {"weights": 2**28, "optimizer state": 3, "reference model": 0, "gradients": 5, "what left the GPU": 7}
     words = str(guardian.in_words(refused.value, 2))
     assert words.startswith("layout.world_size=2: no memory was left on the host, for log-probs: processes and all else took +")
     assert "weights 0.2 (1.0)" in words

@@ -90,10 +90,26 @@ def test_a_host_without_memory() -> None:
     before, after = (each.memory.host(each.nodes, "update")[0].gib for each in (job, plan(*QWEN, *change)))
     assert after < before
     assert out_of_host_memory(told | {"phase": "checkpoint"}, 2**30, 0, on_gpu=True).startswith(
-        "while a checkpoint is saved: nothing outgrew what was planned. "
+        "while a checkpoint is saved: nothing outgrew what was planned, "
     )
     without = {name: value for name, value in told.items() if name != "host_plans"}  # of a plugin that cannot be planned with
     assert out_of_host_memory(without, 2**30, 0, on_gpu=True) == ""
+
+
+def test_memory_that_is_made_in_a_phase() -> None:
+    """A host that is too small for what was planned: moments that the first update makes did not outgrow anything."""
+    plans = host_plans(plan(*QWEN, "offload=cpu_adam"), REGISTRY, 0)
+    planned = plans["update"]["planned"]
+    told = {"host_plans": plans, "phase": "training", "doing": "update", "held": {"optimizer state": planned["optimizer state"] / 4}}
+    most = int(planned["optimizer state"] + planned[PROCESSES] - 10 * GIB)
+    said = out_of_host_memory(told, most, 0, on_gpu=True)
+    state, all_of_it = planned["optimizer state"] / GIB, sum(planned.values()) / GIB
+    assert said.startswith(f"in updates: nothing outgrew what was planned, {all_of_it:.1f} GiB in all. GiB of the rank")
+    assert f"optimizer state {state - 10:.1f} ({state:.1f}), {PROCESSES} 4.0 (4.0)." in said
+    leak = out_of_host_memory(told, most + 15 * GIB, 0, on_gpu=True)
+    assert leak.startswith(f"in updates: {PROCESSES} took +5.0 GiB beside what was planned.")
+    loading = out_of_host_memory({**told, "doing": "load", "held": {}}, int(2 * planned[PROCESSES]), 0, on_gpu=True)
+    assert loading.startswith("while the model is loaded: nothing outgrew what was planned")
 
 
 @pytest.mark.parametrize(("on_gpu", "planned"), [(False, "0.2"), (True, "2.0")])

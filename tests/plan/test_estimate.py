@@ -128,7 +128,8 @@ def test_the_optimizer_is_divided_in_whole_tensors(fraction: float, undecided: f
     held = (
         (rank.gpu["update"], 12),
         (rank.host["update"], 16),
-        (moved.host["start"], 4),
+        (rank.host["start"], 4),
+        (moved.host["start"], 8),
         (moved.host["generate"], 28),
         (moved.gpu["start"], 0),
     )

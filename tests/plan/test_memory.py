@@ -143,7 +143,6 @@ def test_a_strategy_that_does_not_say() -> None:
 @pytest.mark.parametrize(
     ("options", "name", "phases", "size"),
     [
-        (["offload=cpu_adam"], "optimizer", AFTER_AN_UPDATE, 16 * SHARE.owned),
         (
             ["offload=optimizer_state"],
             "optimizer state that left the GPU",
@@ -159,6 +158,14 @@ def test_what_the_host_has(options: list[str], name: str, phases: tuple[str, ...
     """Under its name, in its phases."""
     found = host(job(*options))
     assert {phase: parts.get(name) for phase, parts in found.items() if parts.get(name)} == dict.fromkeys(phases, pytest.approx(size))
+
+
+def test_adam_on_the_host() -> None:
+    """Its fp32 weights are there from the start on, gradients and moments with the first update; nothing in an evaluation."""
+    found = host(job("offload=cpu_adam"))
+    sizes = {phase: (16 if phase in AFTER_AN_UPDATE else 4) * SHARE.owned for phase in PHASES}
+    assert {phase: parts["optimizer"] for phase, parts in found.items()} == pytest.approx(sizes)
+    assert not any(parts.get("optimizer") for parts in list(host(job("offload=cpu_adam", "mode=eval")).values())[:4])
 
 
 def test_only_one_generation_has_no_moments_beside_it() -> None:
