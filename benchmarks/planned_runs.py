@@ -3,7 +3,7 @@
 A row is a model of a published shape with random weights and as many layers as the plan says fit, and two microbatches a GPU: its trainer
 alone makes three updates, or (``engine``) a job of ``python -m rlbatch.submit`` makes three steps with vLLM beside it. ``more`` rows have
 two layers more than fit, and must run out of memory. Prints a table with what was planned and measured, as it grows: the peak of the
-trainer's tensors, what a GPU and the node use, and seconds of an update and of a job's step. A part ends after ``seconds=560`` at the
+trainer's tensors, what a GPU and the node use, and seconds of an update and of a job's step (of a job's phases on stderr). A part ends after ``seconds=560`` at the
 latest: a row that takes longer than what is left, or than 200 s, is ended, and named with those that it did not come to. Options:
 ``gpu=H200``, ``row=<part of a name>``, ``python=<interpreter with vLLM>``; ``size=tiny`` tries all of it on CPUs, with nothing to compare.
 """
@@ -284,7 +284,8 @@ def _job(row: Row, layers: int, keys: list[str], machine: Machine, limit_s: floa
         if done.returncode:
             return _failed(done, limit_s)
         found = json.loads((run_dir / "summary.json").read_text())["plan_vs_actual"]
-        memory = {what: row["measured"] for what, row in found["memory"]["update"].items() if "measured" in row}
+        print(json.dumps({row.name: found["seconds"]}), file=sys.stderr, flush=True)
+        memory = {what: each["measured"] for what, each in found["memory"]["update"].items() if "measured" in each}
         return memory | {phase: found["seconds"][phase]["measured"] for phase in ("update", "step")}
 
 
