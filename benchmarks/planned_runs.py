@@ -3,9 +3,10 @@
 A row is a model of a published shape with random weights and as many layers as the plan says fit, and two microbatches a GPU: its trainer
 alone makes three updates, or (``engine``) a job of ``python -m rlbatch.submit`` makes three steps with vLLM beside it. ``more`` rows have
 two layers more than fit, and must run out of memory. Prints a table with what was planned and measured, as it grows: the peak of the
-trainer's tensors, what a GPU and the node use, and seconds of an update and of a job's step (of a job's phases on stderr). A part ends after ``seconds=560`` at the
-latest: a row that takes longer than what is left, or than 200 s, is ended, and named with those that it did not come to. Options:
-``gpu=H200``, ``row=<part of a name>``, ``python=<interpreter with vLLM>``; ``size=tiny`` tries all of it on CPUs, with nothing to compare.
+trainer's tensors, what a GPU and the node use, and seconds of an update and of a job's step (on stderr: of its phases). A part ends after
+``seconds=560`` at the latest: a row that takes longer than what is left, or than 200 s, is ended, and named with those that it did not come
+to. Options: ``gpu=H200``, ``row=<part of a name>``, ``python=<interpreter with vLLM>``; ``size=tiny`` tries all of it on CPUs, with nothing
+to compare.
 """
 
 from __future__ import annotations
