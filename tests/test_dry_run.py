@@ -51,7 +51,7 @@ Stages      0: 11 layers on ranks 0-3 of node 0
             7: 11 layers on ranks 28-31 of node 3
 
 Engines     2 of vllm, each on 16 ranks as 2 data-parallel replicas of 8, 0.7 of a GPU's memory
-At least    of 2000 GiB a node: load 32.0, start 32.0, sync 922.3 (optimizer 890.3, processes 32.0), \
+At least    of 2000 GiB a node: load 254.6, start 254.6, sync 922.3 (optimizer 890.3, processes 32.0), \
 generate 922.3, log-probs 922.3, update 922.3, save 922.3
 Interpreter /shared/vllm/bin/python: not on this machine; its vllm and options are looked at on the nodes only
 
