@@ -134,8 +134,10 @@ def _fix_hybrid_optimizer() -> None:
                 hosted.append(param)
                 count += param.numel()
         sizes = [4 * param.numel() for param in hosted]
-        memory = HostMemory("offload").take(sum(sizes), is_pinned=False).split(sizes)
-        copies = {param: part.view(torch.float32).view(param.shape) for param, part in zip(hosted, memory, strict=True)}
+        if not hasattr(self, "weight_memory"):  # else built again of a checkpoint
+            self.weight_memory = HostMemory("offload").take(sum(sizes), is_pinned=False)
+        parts = self.weight_memory.split(sizes)
+        copies = {param: part.view(torch.float32).view(param.shape) for param, part in zip(hosted, parts, strict=True)}
         mains = {param: copies[param] if param in copies else param.detach().float() for param in params if param.dtype != torch.float32}
         inner = {**copies, **mains}
         groups = []
