@@ -6,16 +6,35 @@ That sends and sorts less while there are fewer ranks than experts of a token (`
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, reduce_scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
 from torch.nn.functional import pad
+
+
+class _SumOfRanks(torch.autograd.Function):
+    """Sums [ranks x rows, hidden] values over ranks and rounds once: [rows, hidden] of this rank. Gradients travel in their own type."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group, ranks = group, group.size()
+        addends = (values if ranks == 2 else values.float()).contiguous()  # the sum of two is rounded once in any type
+        total = addends.new_empty(len(values) // ranks, values.shape[1])
+        dist.reduce_scatter_tensor(total, addends, group=group)
+        return total.to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, slopes: Tensor) -> tuple[Tensor, None]:
+        gathered = slopes.new_empty(ctx.group.size() * len(slopes), slopes.shape[1])
+        dist.all_gather_into_tensor(gathered, slopes.contiguous(), group=ctx.group)
+        return gathered, None
 
 
 class GatherDispatcher(MoEAllGatherTokenDispatcher):
@@ -40,13 +59,15 @@ class GatherDispatcher(MoEAllGatherTokenDispatcher):
             [ranks x rows, hidden] tokens and [ranks x rows, experts] routing weights.
         """
         self.tokens = len(hidden_states)
-        fill = (0, 0, 0, self.rows - self.tokens)
         with torch.no_grad():
-            self.routing_map = gather_from_sequence_parallel_region(pad(self.routing_map, fill), group=self.tp_ep_group)
-        hidden_states, probs = (
-            gather_from_sequence_parallel_region(pad(values, fill), group=self.tp_ep_group) for values in (hidden_states, probs)
-        )
-        return hidden_states, probs
+            self.routing_map = self._gathered(self.routing_map)
+        return self._gathered(hidden_states), self._gathered(probs)
+
+    def _gathered(self, values: Tensor) -> Tensor:
+        filled = (
+            pad(values, (0, 0, 0, self.rows - self.tokens)) if self.rows > self.tokens else values
+        )  # it copies if there is nothing to fill
+        return gather_from_sequence_parallel_region(filled, group=self.tp_ep_group)  # type: ignore[no-any-return]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Selects the tokens of this rank's experts, sorted by expert.
@@ -73,7 +94,7 @@ class GatherDispatcher(MoEAllGatherTokenDispatcher):
         return summed
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Sums each token's outputs over ranks, in fp32 like the routing weights.
+        """Sums each token's outputs over ranks.
 
         Args:
             hidden_states: [ranks x rows, hidden] sums of each rank's experts.
@@ -81,8 +102,8 @@ class GatherDispatcher(MoEAllGatherTokenDispatcher):
         Returns:
             [T, hidden] outputs for this rank's tokens.
         """
-        total = reduce_scatter_to_sequence_parallel_region(hidden_states.to(self.local_probs.dtype), group=self.tp_ep_group)
-        return total[: self.tokens].to(hidden_states.dtype)
+        total: Tensor = _SumOfRanks.apply(hidden_states, self.tp_ep_group)
+        return total[: self.tokens]
 
 
 def gather_tokens(stages: Iterable[torch.nn.Module]) -> list[GatherDispatcher]:
