@@ -2,10 +2,11 @@
 
 Two engines take turns, each in its own process as in a run. One gets requests from a rank through rlbatch's backend. The other's scheduler
 and draws are vLLM's own; it gets them from a loop beside it in its process that calls ``AsyncLLM.generate`` and nothing else: with the same
-seeds and log-probs, without seeds, and without either. Prints medians: tokens/s of each, rlbatch's share, and CPU seconds of the engine's
-processes, which other work on the machine changes less. ``routes=1`` compares rlbatch's engine with one that says which experts its tokens
-went to, of a model with experts; with ``stops=300`` the last 300 tokens of the vocabulary end a sample, so that samples end at all times.
-The GPU has memory for both: ``gpu_memory_utilization=0.3`` of each. Options: ``prompts=64 samples=8 prompt_tokens=64 response_tokens=256``,
+seeds and log-probs, without seeds, and without either. Prints each round, and medians: tokens/s of each way; rlbatch's share in the same
+round, with the middle half of the rounds; and CPU seconds of the engine's processes, which other work on the machine changes less.
+``routes=1`` compares rlbatch's engine with one that says which experts its tokens went to, of a model with experts; with ``stops=300`` the
+last 300 tokens of the vocabulary end a sample, so that samples end at all times. The GPU has memory for both:
+``gpu_memory_utilization=0.3`` of each. Options: ``prompts=64 samples=8 prompt_tokens=64 response_tokens=256``,
 ``python=<interpreter with vLLM>``, and any of vLLM's own.
 """
 
@@ -168,14 +169,17 @@ def main(arguments: list[str]) -> None:
             if number == 0:  # kernels are compiled
                 for values in (*rates.values(), *cpu.values()):
                     values.clear()
+            else:
+                print(f"round {number}, tokens/s:", "; ".join(f"{name} {own[-1]:.0f}" for name, own in rates.items()), flush=True)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     requests = f"{numbers['prompts']} prompts x {numbers['samples']} samples of {params.max_response_tokens} tokens"
     print(f"{kind}, {model.nbytes / 1e9:.2f} GB, {requests}")
     for name, median in medians.items():
-        each = ", ".join(f"{value:.0f}" for value in rates[name])
+        shares = [own / other for own, other in zip(rates["rlbatch"], rates[name], strict=True)]
+        low, middle, high = statistics.quantiles(shares, n=4, method="inclusive") if len(shares) > 1 else shares * 3
         print(
-            f"{name:<26}{median:10.0f} tokens/s  ({each})  rlbatch has {medians['rlbatch'] / median:.1%} of it; "
-            f"CPU {statistics.median(cpu[name]):.2f} s"
+            f"{name:<26}{median:10.0f} tokens/s, CPU {statistics.median(cpu[name]):.2f} s; rlbatch has {medians['rlbatch'] / median:.1%} "
+            f"of it, {middle:.1%} ({low:.1%} to {high:.1%}) in the same round"
         )
 
 
