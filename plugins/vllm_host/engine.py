@@ -245,13 +245,13 @@ class VllmEngine(SamplingEngine):
             self._llm.shutdown()
 
 
-def _routes(told: Any, tokens: int) -> tuple[Sequence[int], bytes] | None:
+def _routes(told: Any, tokens: int) -> tuple[Sequence[int], memoryview] | None:
     """What vLLM says of all tokens but the last, in all layers: a numpy array, of uint8 up to 256 experts; None where it kept nothing."""
     if told is None:
         return None
     if len(told) != tokens:
         raise RuntimeError(f"vLLM told the experts of {len(told)} tokens, and read {tokens}")
-    return told.shape, (told if told.dtype == "uint8" else told.astype("int16")).tobytes()
+    return told.shape, (told if told.dtype == "uint8" else told.astype("int16")).data
 
 
 def _check_head_size(model: Any) -> None:

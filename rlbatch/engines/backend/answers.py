@@ -22,13 +22,13 @@ def seed(params: SamplingParams, prompt: Prompt, index: int) -> int:
     return int.from_bytes(hashlib.sha256(named).digest()[:8], "big") >> 2
 
 
-def completions(answer: Mapping[str, Any], payload: bytes) -> list[Completion]:
-    """One prompt's samples: int32 tokens, then as many float32 log-probs, then routes of those that have some."""
+def completions(answer: Mapping[str, Any], payload: bytearray) -> list[Completion]:
+    """One prompt's samples: int32 tokens, as many float32 log-probs, then routes of those that have some, which stay in ``payload``."""
     lengths = answer["lengths"]
     middle = 4 * sum(lengths)
     logprobs, start, made = array("f", payload[middle : 2 * middle]), 0, []
     rows, nothing = unpack_ints(payload[:middle], lengths), [None] * len(lengths)
-    routes = _routes(answer.get("routes", nothing), payload[2 * middle :])
+    routes = _routes(answer.get("routes", nothing), memoryview(payload)[2 * middle :])
     for tokens, reason, seconds, own in zip(rows, answer["reasons"], answer.get("seconds", nothing), routes, strict=True):
         values = logprobs[start : start + len(tokens)].tolist()
         made.append(Completion(tokens, values, reason, answer["policy_version"], seconds, routes=own))
@@ -36,7 +36,7 @@ def completions(answer: Mapping[str, Any], payload: bytes) -> list[Completion]:
     return made
 
 
-def _routes(shapes: Sequence[Sequence[int] | None], payload: bytes) -> Iterator[Tensor | None]:
+def _routes(shapes: Sequence[Sequence[int] | None], payload: memoryview) -> Iterator[Tensor | None]:
     """Each sample's routes, of its shape, uint8 or int16 as there are bytes; None for a sample without a shape."""
     start, count = 0, sum(math.prod(shape) for shape in shapes if shape is not None)
     width = len(payload) // count if count else 1
@@ -51,5 +51,5 @@ def _routes(shapes: Sequence[Sequence[int] | None], payload: bytes) -> Iterator[
         import torch
 
         end = start + width * math.prod(shape)
-        yield torch.frombuffer(bytearray(payload[start:end]), dtype=torch.uint8 if width == 1 else torch.int16).view(*shape)
+        yield torch.frombuffer(payload[start:end], dtype=torch.uint8 if width == 1 else torch.int16).view(*shape)
         start = end

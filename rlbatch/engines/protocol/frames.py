@@ -14,7 +14,7 @@ LENGTHS = struct.Struct("!IQ")
 """Bytes of the header, bytes of the payload."""
 
 Header = Mapping[str, Any]
-Frame = tuple[dict[str, Any], bytes]
+Frame = tuple[dict[str, Any], bytearray]
 
 
 class Refused(ValueError):
@@ -55,7 +55,7 @@ def pack_ints(rows: Iterable[Iterable[int]]) -> bytes:
     return packed.tobytes()
 
 
-def unpack_ints(payload: bytes, lengths: Iterable[int]) -> list[list[int]]:
+def unpack_ints(payload: bytes | bytearray, lengths: Iterable[int]) -> list[list[int]]:
     """What ``pack_ints`` packed, given the length of each row."""
     values, rows, start = array("i", payload), [], 0
     for length in lengths:
@@ -64,7 +64,7 @@ def unpack_ints(payload: bytes, lengths: Iterable[int]) -> list[list[int]]:
     return rows
 
 
-def _read(connection: socket.socket, size: int) -> bytes | None:
+def _read(connection: socket.socket, size: int) -> bytearray | None:
     content = bytearray(size)
     view = memoryview(content)
     while view:
@@ -75,4 +75,4 @@ def _read(connection: socket.socket, size: int) -> bytes | None:
         if count == 0:
             return None
         view = view[count:]
-    return bytes(content)
+    return content
