@@ -232,6 +232,8 @@ def _failure(work: Callable[[], None]) -> Failure | None:
     except OSError as error:
         where = f"{Path(error.filename).name}: " if error.filename else ""
         return error.errno or 0, f"{where}{error.strerror or error}"
+    except MemoryError:
+        return errno.ENOMEM, os.strerror(errno.ENOMEM)
     except Exception as error:
         return 0, f"{type(error).__name__}: {error}".splitlines()[0]
     return None

@@ -74,7 +74,7 @@ def explaining_write_errors(root: Path, need: int, step: int) -> Iterator[None]:
     """
     try:
         yield
-    except (CheckpointError, OSError, RuntimeError) as error:
+    except (CheckpointError, MemoryError, OSError, RuntimeError) as error:
         cause = system_error(error)
         if str(error).startswith("checkpoint.save=") or (isinstance(error, RuntimeError) and cause is None):
             raise
@@ -97,10 +97,10 @@ def _kept(root: Path) -> str:
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The OSError that an exception is or was caused by, which torch hides; None if there is none."""
-    while error is not None and not isinstance(error, OSError):
+    """The OSError that an exception is or was caused by, which torch hides; None if there is none. Python has another one for memory."""
+    while error is not None and not isinstance(error, (OSError, MemoryError)):
         error = error.__cause__ or error.__context__
-    return error
+    return OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) if isinstance(error, MemoryError) else error
 
 
 def check_memory(root: Path, need: int, step: int) -> None:

@@ -80,4 +80,5 @@ def test_a_failed_write_is_the_systems_error(tmp_path: Path) -> None:
     assert number == errno.ENOMEM
     assert re.fullmatch(r"the writing process was killed by the system: of \d+\.\d GiB of memory none was left", said)
     assert _killed(oom_kills())[0] == 0
+    assert _failure(lambda: bytearray(2**62)) == (errno.ENOMEM, "Cannot allocate memory")
     assert _failure(lambda: _write_files(tmp_path / "nowhere", planned())) == (errno.ENOENT, "__0_0.distcp: No such file or directory")

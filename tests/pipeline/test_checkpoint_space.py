@@ -69,6 +69,13 @@ def test_torch_hides_what_the_system_says(tmp_path: Path) -> None:
     assert "could not be written (File too large). " in said(tmp_path, hidden.value)
 
 
+def test_memory_that_python_is_refused(tmp_path: Path) -> None:
+    """Its error is none of the system's and has no words: it is told as the system's, with advice."""
+    message = said(tmp_path, MemoryError())
+    assert "could not be written (Cannot allocate memory). The previous" in message
+    assert message.endswith("Leave more memory free on that host.")
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
