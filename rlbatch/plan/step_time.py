@@ -186,7 +186,7 @@ class _Stages:
         seconds = gathers * size * (1 - 1 / layout.tp_size) / self._rate(layout.tp_size)
         if has_experts:
             group = layout.ep_size * layout.etp_size
-            if dispatcher(layout, family) == "gather":  # to all others; sums come back in fp32
+            if dispatcher(layout, family) == "gather":  # to all others; sums come back in fp32, as in the steps that rates are of
                 moved = (group - 1) * (1 + SUM_BYTES / WEIGHT_BYTES[self._job.config.train.precision])
             else:
                 moved = 2 * int(family.transformer.get("moe_router_topk", 2)) * (1 - 1 / group)
