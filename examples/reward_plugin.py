@@ -1,11 +1,12 @@
-"""A reward: 1 if the label occurs in the response, else 0. Use it with `plugins=[examples/reward_plugin.py] reward=contains_label`."""
+"""A reward: the share of the label's words in the response. Use it with `plugins=[examples/reward_plugin.py] reward=contains_label`."""
 
 from rlbatch.api import hookimpl
 
 
 def contains_label(samples):
     """One float a sample, in order."""
-    return [1.0 if str(sample.prompt.label) in sample.response else 0.0 for sample in samples]
+    pairs = [(sample.prompt.label.split(), sample.response.split()) for sample in samples]
+    return [sum(word in response for word in label) / len(label) for label, response in pairs]
 
 
 @hookimpl

@@ -118,7 +118,7 @@ def _mesh(config: Config, registry: Registry, family: ModelFamily | None, packs:
     if family and family.num_experts and layout.dispatcher == "auto":
         yield f"            tokens to experts: {dispatcher_words(layout, family)}"
     if family is None:
-        yield f"Stages      {layout.pp_size}; their layers are known once model.hf is"
+        yield f"Stages      {layout.pp_size}; their layers are unknown until model.hf is there"
     if layout.vpp_size > 1 or layout.pp_size > MOST_STAGES:
         return
     per_node = where.ranks_per_node if where else layout.world_size

@@ -138,8 +138,8 @@ def test_cluster_alone(capsys: pytest.CaptureFixture[str]) -> None:
         "Model       $MODEL_DIR, 671 billion parameters, bf16\n",
         "tp 8 x cp 1 x dp 1 x pp 12\n",
         "Engines     3 of vllm, each on 32 ",
-        "Memory      of 95 GiB a GPU: engine 66.5 (weights 19.5; its cache is unknown until model.hf is there), trainer 13.0 while it "
-        "generates, free 15.5\n",
+        "Memory      of 95 GiB a GPU: engine 66.5 (weights at least 19.5; its cache is unknown until model.hf is there), trainer 13.0 "
+        "while it generates, free 15.5\n",
         "Interpreter rlbatch's own (rollout.engine.python is not set): looked at on the nodes. Warning, this machine's would be refused: "
         f"rollout=vllm: {sys.executable} has no vLLM. ",
     ):

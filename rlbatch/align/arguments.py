@@ -26,7 +26,7 @@ SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 TRANSFORMER_ENGINE = "te"
 """Part of a layout's name that selects Transformer Engine's layers."""
 INTRODUCTION = """\
-Says where models part that should compute the same: the first module that differs by more than rounding, what kind of difference it is,
+Says where models diverge that should compute the same: the first module that differs by more than rounding, what kind of difference it is,
 and how that is known. The same tokens go through transformers in fp32, which is the baseline, and through each other side.
 
 Usage: python -m rlbatch.align hf=<folder> [key=value ...]

@@ -81,7 +81,7 @@ class Health:
                 f"than ever: in step {step} {why}. Mend the reward (see samples/), or take prompts that are sometimes solved; 0: no limit."
             )
         if is_lowest or not self.was_told:
-            count = f" ({self.silent} of {limit} steps in a row)" if is_lowest and limit else ""
+            count = f" ({self.silent} in a row; train.max_steps_without_signal={limit} end the run)" if is_lowest and limit else ""
             self.announce(f"step {step}: every advantage is 0, {why}: nothing to learn from{count}")
         self.was_told = True
 

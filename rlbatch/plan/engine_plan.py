@@ -185,11 +185,12 @@ class EnginePlan:
     def memory_line(self, job: MemoryInputs) -> str:
         """One line that says how engine and trainer divide each GPU. ``check_memory`` decides whether they can."""
         total, trainer, need = self.config.cluster.gpu_memory_gib, trainer_gib(job), engine_memory(job)
-        cache = f", cache of one longest sample {need.cache:.1f}" if job.model else "; its cache is unknown until model.hf is there"
+        known = f"{need.weights:.1f}, cache of one longest sample {need.cache:.1f}"
+        least = f"at least {need.weights:.1f}; its cache is unknown until model.hf is there"
         engine = engine_share_gib(job, trainer) if self.shape.memory_share < 1 else need.total
         free = total - engine - trainer
         return (
-            f"of {total:g} GiB a GPU: engine {engine:.1f} (weights {need.weights:.1f}{cache}), "
+            f"of {total:g} GiB a GPU: engine {engine:.1f} (weights {known if job.model else least}), "
             f"trainer {trainer:.1f} while it generates, {f'free {free:.1f}' if free >= 0 else f'{-free:.1f} too much'}"
         )
 

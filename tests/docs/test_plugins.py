@@ -73,7 +73,7 @@ def test_worked_reward(page: str, tmp_path: Path) -> None:
     path = tmp_path / "my_reward.py"
     path.write_text(code)
     reward = load_plugins([str(path)]).build_reward("contains_label", {})
-    assert list(reward([sample("a", "b c", "x b c"), sample("a", "b c", "c b")])) == [1.0, 0.0]
+    assert list(reward([sample("a", "b c", "x b c"), sample("a", "b c", "c d")])) == [1.0, 0.5]
 
 
 def test_reward_that_checks_labels(page: str, tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ def test_a_reward_that_never_differs_ends_the_run() -> None:
     for reward in (0.0, 1.0, -3.5):
         watching, told = guard(max_steps_without_signal=3)
         silent_steps(watching, reward, 2)
-        assert told[-1] == f"step 2: every advantage is 0, all rewards are {reward:.6g}: nothing to learn from (2 of 3 steps in a row)"
+        count = "2 in a row; train.max_steps_without_signal=3 end the run"
+        assert told[-1] == f"step 2: every advantage is 0, all rewards are {reward:.6g}: nothing to learn from ({count})"
         with pytest.raises(RewardError, match=r"^train\.max_steps_without_signal=3: every advantage was 0 for 3 steps in a row"):
             watching.end_step(3, step(reward))
 
@@ -60,9 +61,9 @@ def test_only_steps_in_a_row_count() -> None:
         silent_steps(watching, 0.0, 2, first=number)
         watching.end_step(number + 2, step(0.01, signal=True))
     watching.end_step(30, step(0.0, spread=1.0))
-    assert (
-        told[-1]
-        == "step 30: every advantage is 0, the rewards of each prompt are equal (-1 to 1): nothing to learn from (1 of 3 steps in a row)"
+    assert told[-1] == (
+        "step 30: every advantage is 0, the rewards of each prompt are equal (-1 to 1): nothing to learn from "
+        "(1 in a row; train.max_steps_without_signal=3 end the run)"
     )
     silent_steps(guard(max_steps_without_signal=0)[0], 0.0, 100)
 
