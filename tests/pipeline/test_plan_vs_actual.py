@@ -35,5 +35,12 @@ def test_memory_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None
     assert (
         "Use algorithm.kl_loss=false, or ask for more (--mem). (can't allocate memory: you tried to allocate 1152921504606846976" in words
     )
+    guardian.tell(phase="checkpoint")
+    guardian.left_by(refused.value)  # the phase that it leaves, not those around it
+    guardian.tell(phase="training")
+    guardian.left_by(refused.value)
+    assert str(guardian.in_words(refused.value, 2)).startswith(
+        "layout.world_size=2: no memory was left on the host, while a checkpoint is saved:"
+    )
     other = RuntimeError("shapes differ")
     assert guardian.in_words(other, 2) is other

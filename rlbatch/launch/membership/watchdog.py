@@ -145,6 +145,9 @@ class Watchdog:
         self._enter(name, waits)
         try:
             yield
+        except BaseException as error:
+            guardian.left_by(error)
+            raise
         finally:
             self._enter(*before)
 

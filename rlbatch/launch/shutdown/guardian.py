@@ -55,6 +55,8 @@ _WATCHED = (*_PASSED, signal.SIGCHLD, ORPHANED)
 RankFacts = Mapping[str, Any]
 _line: int | None = None
 _told: dict[str, Any] = {}
+_then: tuple[int, RankFacts] | None = None
+"""Identity of an error, and what this rank had told when the error left the phase that it is of."""
 ABORT_PATIENCE_S = 2.0
 """Seconds in which others may say why a rank aborted."""
 
@@ -70,6 +72,13 @@ def tell(**facts: object) -> None:
 def told() -> RankFacts:
     """All that this rank has told."""
     return _told
+
+
+def left_by(error: BaseException) -> None:
+    """Keeps what this rank has told by now for ``in_words``: phases around the one that an error leaves go on to tell theirs."""
+    global _then
+    if _then is None or _then[0] != id(error):
+        _then = id(error), dict(_told)
 
 
 def end(code: int) -> NoReturn:
@@ -354,7 +363,8 @@ def in_words(error: BaseException, world_size: int) -> BaseException:
     try:
         said = refused(error)
         most = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if said and (why := explained(told(), most, bytes_of_descendants())):
+        facts = _then[1] if _then and _then[0] == id(error) else told()
+        if said and (why := explained(facts, most, bytes_of_descendants())):
             limit = f", of {address_limit()}" if address_limit() else ""
             return ConfigError(f"layout.world_size={world_size}: no memory was left on the host{limit}, {why} ({said})")
     except (MemoryError, OSError):  # nor is there any for this
