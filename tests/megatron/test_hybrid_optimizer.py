@@ -49,11 +49,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
 
 
-def hybrid(values: list[Tensor], fraction: float) -> Any:
-    """An optimizer of bf16 parameters that begin with these values."""
+def hybrid(values: list[Tensor], fraction: float, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """An optimizer of parameters that begin with these values."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    params = [value.bfloat16().as_subclass(OnGpu) for value in values]
+    params = [value.to(dtype, copy=True).as_subclass(OnGpu) for value in values]
     groups = [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0}]
     return HybridDeviceOptimizer(
         groups,
@@ -72,7 +72,7 @@ def stepped(optimizer: Any, steps: range) -> Any:
     for step in steps:
         for number, param in enumerate(params):
             draw = torch.Generator().manual_seed(100 * step + number)
-            param.grad = torch.randn(param.shape, generator=draw).bfloat16().as_subclass(OnGpu)
+            param.grad = torch.randn(param.shape, generator=draw).to(param.dtype).as_subclass(OnGpu)
         optimizer.step()
     return optimizer
 
@@ -80,7 +80,8 @@ def stepped(optimizer: Any, steps: range) -> Any:
 def weights(optimizer: Any) -> list[Tensor]:
     """Of the model, and fp32 ones of the optimizer, in the order of the parameters."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [each.detach().as_subclass(Tensor) for param in params for each in (param, optimizer.param_to_fp32_param[param])]
+    mains = {**optimizer.gpu_params_map_cpu_copy, **optimizer.param_to_fp32_param}
+    return [each.detach().as_subclass(Tensor) for param in params for each in (param, mains.get(param, param))]
 
 
 VALUES = [torch.randn(shape, generator=torch.Generator().manual_seed(number)) for number, shape in enumerate(SHAPES)]
@@ -105,16 +106,17 @@ def test_it_updates_as_adam_alone(fraction: float) -> None:
         assert torch.equal(rounded, own.bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
-def test_it_goes_on_from_a_checkpoint_in_the_memory_that_it_has(fraction: float) -> None:
+def test_it_goes_on_from_a_checkpoint_in_the_memory_that_it_has(fraction: float, dtype: torch.dtype) -> None:
     """The next step is bitwise that of an optimizer that went on; the host's weights and gradients are where they were."""
-    went_on = stepped(hybrid(VALUES, fraction), range(3))
+    went_on = stepped(hybrid(VALUES, fraction, dtype), range(3))
     state = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, went_on.state_dict())
-    resumed = stepped(hybrid([torch.zeros_like(value) for value in VALUES], fraction), range(1))
+    resumed = stepped(hybrid([torch.zeros_like(value) for value in VALUES], fraction, dtype), range(1))
     before = sorted(each.data_ptr() for each in (*resumed.cpu_copys_map_gpu_param, *resumed.cpu_copy_map_grad.values()))
+    for ours, theirs in zip(weights(resumed)[::2], weights(went_on)[::2], strict=True):  # as a checkpoint has them
+        ours.copy_(theirs)
     resumed.load_state_dict(state)
-    for param, main in resumed.param_to_fp32_param.items():
-        param.data.copy_(main)
     for ours, theirs in zip(weights(stepped(resumed, range(3, 5))), weights(stepped(went_on, range(3, 5))), strict=True):
         assert torch.equal(ours, theirs)
     assert sorted(each.data_ptr() for each in (*resumed.cpu_copys_map_gpu_param, *resumed.cpu_copy_map_grad.values())) == before
