@@ -99,7 +99,9 @@ def closest(name: str, known: Iterable[str]) -> list[str]:
     similar = [beside[match] for match in difflib.get_close_matches(last, beside)] if beside else difflib.get_close_matches(name, names)
     same = [other for other in names if other.lower() == name.lower()]
     same_end = [other for other in names if other.endswith(f".{last}")]
-    return list(dict.fromkeys(same + same_end + similar))[:3]
+    words = set(last.split("_"))
+    longer = [other for other in (beside.values() if section else names) if words < set(other.rpartition(".")[2].split("_"))]
+    return list(dict.fromkeys(same + same_end + longer + similar))[:3]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -78,6 +78,8 @@ def test_plugin_without_yaml() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("layout.tp=2", "layout.tp: unknown key. Did you mean `layout.tp_size`?"),
+        ("max_tokens=9", "max_tokens: unknown key. Did you mean `train.max_tokens_per_gpu`"),
         ("trian.steps=5", "trian.steps: unknown key. Did you mean `train.steps`"),
         ("steps=5", "steps: unknown key. Did you mean `train.steps`?"),
         ("rewrd=sequence", "rewrd: unknown key. Did you mean `reward`"),
