@@ -62,7 +62,9 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     order = _longest_first(lengths)
     alone = [[index] for index in order if lengths[index] > max_tokens]
     # A tree over packs, those not begun yet included: each node knows the most free tokens of a pack below it.
-    leaves = 1 << max(len(order) - len(alone) - 1, 0).bit_length()
+    # Any two packs have more than the cap together.
+    most = min(len(order) - len(alone), 2 * sum(lengths[index] for index in order[len(alone) :]) // max_tokens + 1)
+    leaves = 1 << max(most - 1, 0).bit_length()
     free, packs = [max_tokens] * (2 * leaves), defaultdict[int, list[int]](list)
     for index in order[len(alone) :]:
         node, length = 1, lengths[index]
@@ -70,13 +72,13 @@ def pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             node = 2 * node if free[2 * node] >= length else 2 * node + 1
         packs[node].append(index)
         free[node] -= length
-        while node := node // 2:
-            free[node] = max(free[2 * node], free[2 * node + 1])
+        while (node := node // 2) and free[node] != (most_below := max(free[2 * node], free[2 * node + 1])):
+            free[node] = most_below
     return alone + [sorted(indices) for indices in packs.values()]
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    return sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # of equal ones the first stays first
 
 
 def sequence_multiple(tp_size: int, cp_size: int) -> int:
