@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,14 +96,10 @@ def _fix_hybrid_optimizer() -> None:
         refresh_host_copies(self, self.gpu_params_map_cpu_copy)
 
     def refresh_host_copies(self: Any, wanted: Any) -> None:
-        before = torch.get_num_threads()
-        torch.set_num_threads(own_cores())
         self._h2d_stream.wait_stream(torch.cuda.current_stream())
-        try:
+        with _on_own_cores():
             for param in wanted:
                 self.copies.fetch(self.gpu_params_map_cpu_copy[param].data, param.data)
-        finally:
-            torch.set_num_threads(before)
 
     def update_from_model(self: Any) -> None:
         refresh_host_copies(self, self.gpu_params_map_cpu_copy)
@@ -185,12 +183,8 @@ def _fix_hybrid_optimizer() -> None:
     step = Hybrid.step
 
     def step_on_own_cores(self: Any, closure: Any = None) -> None:
-        before = torch.get_num_threads()
-        torch.set_num_threads(own_cores())
-        try:
+        with _on_own_cores():
             step(self, closure)
-        finally:
-            torch.set_num_threads(before)
 
     Hybrid.__init__ = without_classes
     Hybrid.step = step_on_own_cores
@@ -201,6 +195,17 @@ def _fix_hybrid_optimizer() -> None:
     Hybrid._update_fp32_params_by_new_state = update_from_state
     Hybrid._move_new_state_to_right_device = move_state
     Hybrid._sync_hdo_state_to_sub_optimizers = synchronise_all
+
+
+@contextmanager
+def _on_own_cores() -> Iterator[None]:
+    """A context in which torch has a thread for each of ``own_cores``."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(own_cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def own_cores(bound: int | None = None, there: int | None = None, ranks: int | None = None) -> int:
